@@ -1,0 +1,1 @@
+"""Verified weight synchronisation from RL trainers to LLM inference engines."""

@@ -1,0 +1,1 @@
+"""Device operations of gpusync: a numpy reference for each, and Triton behind the same functions."""

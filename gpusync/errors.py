@@ -99,6 +99,10 @@ class ChainError(GpusyncError):
     """No way from what is here to the target: no seed, a gap, a wrong base, a target behind the local version."""
 
 
+class MissingLinkError(ChainError, VersionMissingError):
+    """A version between the seed and the target is not there: pruned, or not visible yet. May be retried."""
+
+
 class DigestMismatchError(GpusyncError):
     """The would-be state is not what was published. Nothing was changed."""
 

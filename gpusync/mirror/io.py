@@ -53,7 +53,9 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _step(step: Step, path: Path, *, offset: int = 0, data: bytes | memoryview | Bytes = b"", to: Path | None = None) -> Iterator[None]:
+def _step(
+    step: Step, path: Path, *, offset: int = 0, data: bytes | memoryview | Bytes = b"", to: Path | None = None
+) -> Iterator[None]:
     try:
         if _observer is not None:
             _observer(Event(step=step, path=path, done=False, offset=offset, data=data, to=to))
@@ -65,7 +67,7 @@ def _step(step: Step, path: Path, *, offset: int = 0, data: bytes | memoryview |
 
 
 def mirror_error(error: OSError, what: str, path: Path, *, needed_bytes: int = 0) -> MirrorError:
-    """The MirrorError for an operating-system error; a full disk says how much this step needed and how much is free."""
+    """The MirrorError for an operating-system error; for a full disk with what was needed and what is free."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return MirrorError(f"{what}: {error.strerror or error}", path=path)
     directory = path if path.is_dir() else path.parent
@@ -97,6 +99,20 @@ class WritableFile:
             while at < len(view):
                 at += os.pwrite(self._fd, view[at:], offset + at)
         self.nbytes = max(self.nbytes, offset + len(view))
+
+    def read_at(self, buffer: Bytes, offset: int) -> None:
+        """Fill `buffer` from `offset` on. MirrorError when the file ends before that."""
+        at, view = 0, memoryview(buffer)
+        try:
+            while at < len(view):
+                got = os.preadv(self._fd, [view[at:]], offset + at)
+                if not got:
+                    raise MirrorError(
+                        "a local file ended early", path=self.path, expected=offset + len(view), found=offset + at
+                    )
+                at += got
+        except OSError as error:
+            raise mirror_error(error, "cannot read", self.path) from error
 
     def append(self, data: bytes | memoryview | Bytes) -> None:
         self.write_at(data, self.nbytes)

@@ -1,0 +1,163 @@
+"""The journal: the one file whose appearance decides that a local directory moves to another version.
+
+Before `.weight_sync/journal.json` exists nothing that it names has been touched, and everything it needs (redo spools,
+files to install) is complete and synced. From then on the move is finished, now or at the next open, whatever happens:
+every step is idempotent. The file names what to install from `incoming/`, what to remove, which spools to scatter into
+which files, and the state and checksums that hold afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from gpusync.errors import JournalError
+from gpusync.mirror import io, state
+from gpusync.mirror.redo import MAX_SPAN_BYTES, read_records
+from gpusync.mirror.state import Checksum, FileMark, MirrorState
+
+JOURNAL_FILE = "journal.json"
+REDO_DIRECTORY = "redo"
+INCOMING_DIRECTORY = "incoming"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """A decided move. `state.files` is filled in when the move is finished, from the files as they are then.
+
+    `install`: names to move from `incoming/` into the directory. `remove`: managed names that are not part of the new
+    version. `files`: names that spool records count in; `spools`: spool name to length. `checksums`: all of them when
+    `install` replaces the checkpoint, the changed ones otherwise.
+    """
+
+    state: MirrorState
+    managed: Sequence[str]
+    checksums: Mapping[str, Checksum]
+    install: Sequence[str] = ()
+    remove: Sequence[str] = ()
+    files: Sequence[str] = ()
+    spools: Mapping[str, int] = field(default_factory=dict)
+
+
+def commit(directory: Path, journal: Journal) -> None:
+    """Decide the move. Its spools and incoming files must be synced by now, and their directories with them."""
+    told = {
+        "state": json.loads(state.encode_state(journal.state)),
+        "managed": list(journal.managed),
+        "checksums": state.encode_checksums(journal.checksums),
+        "install": list(journal.install),
+        "remove": list(journal.remove),
+        "files": list(journal.files),
+        "spools": dict(journal.spools),
+    }
+    io.write_durably(directory / state.CONTROL_DIRECTORY / JOURNAL_FILE, json.dumps(told, ensure_ascii=False).encode())
+
+
+def finish(directory: Path, journal: Journal, *, workers: int) -> MirrorState:
+    """Carry a decided move out and return the state that holds then. May be repeated after any interruption."""
+    control = directory / state.CONTROL_DIRECTORY
+    # slime's receiver must find no version while files may be torn: it would chain onto them
+    io.unlink(control / state.STATE_FILE)
+    io.fsync_directory(control)
+    _install(directory, journal)
+    _scatter(directory, journal, workers=workers)
+    checksums = dict(journal.checksums) if journal.install else {**state.read_checksums(control), **journal.checksums}
+    state.write_checksums(control, journal.state.version, checksums)
+    marks = {name: mark_file(directory / name) for name in journal.managed}
+    now = replace(journal.state, files=marks)
+    state.write_state(control, now)
+    io.unlink(control / JOURNAL_FILE)
+    io.fsync_directory(control)
+    discard(directory)
+    return now
+
+
+def recover(directory: Path, *, workers: int) -> MirrorState | None:
+    """Finish a decided move that was interrupted (returning its state), drop an undecided one (returning None)."""
+    path = directory / state.CONTROL_DIRECTORY / JOURNAL_FILE
+    if path.exists():
+        return finish(directory, _read_journal(path), workers=workers)
+    discard(directory)
+    return None
+
+
+def discard(directory: Path) -> None:
+    """Drop what is prepared and not decided."""
+    for name in (REDO_DIRECTORY, INCOMING_DIRECTORY):
+        path = directory / state.CONTROL_DIRECTORY / name
+        if path.exists():
+            io.remove_tree(path)
+
+
+def mark_file(path: Path) -> FileMark:
+    found = path.stat()
+    return FileMark(nbytes=found.st_size, mtime_ns=found.st_mtime_ns)
+
+
+def _read_journal(path: Path) -> Journal:
+    try:
+        told = json.loads(path.read_bytes())
+        version = int(told["state"]["version"])
+        return Journal(
+            state=MirrorState(
+                version=version,
+                stream_id=told["state"]["stream_id"],
+                index_digests={int(v): digest for v, digest in told["state"]["index_digests"].items()},
+                base_identity=told["state"]["base_identity"],
+            ),
+            managed=told["managed"],
+            checksums=state.decode_checksums(told["checksums"]),
+            install=told["install"],
+            remove=told["remove"],
+            files=told["files"],
+            spools=told["spools"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise JournalError(f"the journal cannot be read ({error})", path=path) from error
+
+
+def _install(directory: Path, journal: Journal) -> None:
+    incoming = directory / state.CONTROL_DIRECTORY / INCOMING_DIRECTORY
+    for name in journal.install:
+        if (incoming / name).exists():
+            io.rename(incoming / name, directory / name)
+    for name in journal.remove:
+        io.unlink(directory / name)
+    if journal.install or journal.remove:
+        io.fsync_directory(directory)
+
+
+def _scatter(directory: Path, journal: Journal, *, workers: int) -> None:
+    if not journal.spools:
+        return
+    files = [io.WritableFile(directory / name, create=False) for name in journal.files]
+    redo = directory / state.CONTROL_DIRECTORY / REDO_DIRECTORY
+    try:
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            jobs = [pool.submit(_scatter_spool, redo / name, n, files) for name, n in journal.spools.items()]
+            for job in jobs:
+                job.result()
+            for sync in [pool.submit(file.fsync) for file in files]:
+                sync.result()
+    finally:
+        for file in files:
+            file.close()
+
+
+def _scatter_spool(path: Path, nbytes: int, files: Sequence[io.WritableFile]) -> None:
+    """Windows are read, changed in memory and written back: through a mapping every page would cost a fault."""
+    scratch = np.empty(0, np.uint8)
+    for record in read_records(path, nbytes=nbytes):
+        if record.span > scratch.size:
+            scratch = np.empty(min(max(record.span, 2**20), MAX_SPAN_BYTES), np.uint8)
+        window = scratch[: record.span]
+        file = files[record.file]
+        if record.word_bytes:
+            file.read_at(window, record.offset)
+        record.apply(window)
+        file.write_at(window, record.offset)

@@ -1,0 +1,105 @@
+"""What a local directory knows of itself: `.weight_sync/state.json` and `.weight_sync/checksums.json`.
+
+`state.json` keeps the one key that slime's receiver reads and writes, `version` (zero-padded text), and adds our own
+beside it; a file with that key alone is a state too. Its absence means that the tensor files may be torn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpusync.mirror import io
+
+CONTROL_DIRECTORY = ".weight_sync"
+STATE_FILE = "state.json"
+CHECKSUMS_FILE = "checksums.json"
+REMEMBERED_INDEXES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMark:
+    """How a managed file looked when we had finished with it."""
+
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorState:
+    """The version of the tensor files and where it came from. `files` is None in a directory that slime wrote."""
+
+    version: int
+    stream_id: str | None = None
+    index_digests: Mapping[int, str] = field(default_factory=dict)
+    base_identity: str | None = None
+    files: Mapping[str, FileMark] | None = None
+
+
+def read_state(control: Path) -> MirrorState | None:
+    """The state, or None when there is none or it is damaged: the tensor files then belong to no known version."""
+    try:
+        told = json.loads((control / STATE_FILE).read_bytes())
+        files = told.get("files")
+        return MirrorState(
+            version=int(told["version"]),
+            stream_id=told.get("stream_id"),
+            index_digests={int(version): str(digest) for version, digest in told.get("index_digests", {}).items()},
+            base_identity=told.get("base_identity"),
+            files=None
+            if files is None
+            else {name: FileMark(nbytes=int(m[0]), mtime_ns=int(m[1])) for name, m in files.items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+
+
+def encode_state(state: MirrorState) -> bytes:
+    newest = sorted(state.index_digests)[-REMEMBERED_INDEXES:]
+    told = {
+        "version": f"{state.version:06d}",
+        "stream_id": state.stream_id,
+        "index_digests": {f"{version:06d}": state.index_digests[version] for version in newest},
+        "base_identity": state.base_identity,
+        "files": None
+        if state.files is None
+        else {name: [mark.nbytes, mark.mtime_ns] for name, mark in state.files.items()},
+    }
+    return json.dumps(told, indent=1).encode()
+
+
+def write_state(control: Path, state: MirrorState) -> None:
+    io.write_durably(control / STATE_FILE, encode_state(state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum:
+    """A tensor's newest digest, as published or as computed while it was copied, and its algorithm's wire name."""
+
+    algorithm: str
+    value: str
+
+
+def read_checksums(control: Path) -> dict[str, Checksum]:
+    """The newest checksum of every tensor we know one of; empty when the file is missing or damaged."""
+    try:
+        told = json.loads((control / CHECKSUMS_FILE).read_bytes())
+        return decode_checksums(told["checksums"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def write_checksums(control: Path, version: int, checksums: Mapping[str, Checksum]) -> None:
+    told = {"version": f"{version:06d}", "checksums": encode_checksums(checksums)}
+    io.write_durably(control / CHECKSUMS_FILE, json.dumps(told, ensure_ascii=False).encode())
+
+
+def encode_checksums(checksums: Mapping[str, Checksum]) -> dict[str, str]:
+    return {tensor: f"{checksum.algorithm}:{checksum.value}" for tensor, checksum in checksums.items()}
+
+
+def decode_checksums(told: Mapping[str, str]) -> dict[str, Checksum]:
+    pairs = {tensor: text.split(":", 1) for tensor, text in told.items()}
+    return {tensor: Checksum(algorithm=pair[0], value=pair[1]) for tensor, pair in pairs.items()}

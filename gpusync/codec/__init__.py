@@ -1,0 +1,37 @@
+"""Payloads of changed tensors: decoding them window by window, encoding them, choosing among their forms."""
+
+from gpusync.codec.apply import would_be
+from gpusync.codec.decoder import ENCODINGS, DeltaDecoder, apply_whole, open_delta
+from gpusync.codec.frames import FrameInfo, FrameReader, frame_info
+from gpusync.codec.gf01 import FULL, FULL_PLANES, GF01_MAGIC, STEP_PLANES, XOR, Gf01Decoder, encode_gf01
+from gpusync.codec.overwrite import OverwriteDecoder, encode_overwrite
+from gpusync.codec.payload import U8, MemoryPayload, Payload
+from gpusync.codec.windows import WINDOW_BYTES, Windows
+from gpusync.codec.xor import XorDecoder, encode_xor
+
+__all__ = [
+    "ENCODINGS",
+    "FULL",
+    "FULL_PLANES",
+    "GF01_MAGIC",
+    "STEP_PLANES",
+    "U8",
+    "WINDOW_BYTES",
+    "XOR",
+    "DeltaDecoder",
+    "FrameInfo",
+    "FrameReader",
+    "Gf01Decoder",
+    "MemoryPayload",
+    "OverwriteDecoder",
+    "Payload",
+    "Windows",
+    "XorDecoder",
+    "apply_whole",
+    "encode_gf01",
+    "encode_overwrite",
+    "encode_xor",
+    "frame_info",
+    "open_delta",
+    "would_be",
+]

@@ -1,0 +1,141 @@
+"""Encodes GF01 payloads (layout in `gf01_layout`) in one pass over the tensor, whatever its transform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import zstandard
+
+from gpusync.codec.gf01_layout import (
+    FULL_PLANES,
+    MAX_FRAME_LOG2,
+    MIN_FRAME_LOG2,
+    STEP_PLANES,
+    TRANSFORM_NAMES,
+    XOR,
+    encode_layout,
+    padding,
+)
+from gpusync.codec.payload import U8, as_bytes
+from gpusync.codec.windows import WINDOW_BYTES, Windows, iterate_windows, paired_windows, total_bytes
+from gpusync.errors import NOWHERE, LayoutError, UnsupportedFormatError, Where
+
+FRAME_BYTES = 64 << 10
+
+
+def encode_gf01(
+    old: Windows | None,
+    new: Windows,
+    *,
+    transform: int,
+    element_bytes: int,
+    float_order: bool,
+    frame_bytes: int = FRAME_BYTES,
+    level: int = 1,
+    nbytes: int | None = None,
+    window_bytes: int = WINDOW_BYTES,
+    where: Where = NOWHERE,
+) -> bytes | None:
+    """The payload of a tensor, or None if `old` is given and equal to `new`.
+
+    Takes what `encode_xor` takes; windows of an iterator must hold whole elements. `old` may be None for full planes
+    and full, which do not read it but to see whether anything changed. Holds two windows, two frames for each plane,
+    and the compressed bytes.
+    """
+    nbytes = total_bytes(new, nbytes=nbytes, where=where)
+    _check(old, transform, element_bytes, frame_bytes, nbytes, where)
+    frames = _FrameWriter(raw_bytes=nbytes, frame_bytes=frame_bytes, level=level)
+    planes = element_bytes if transform == FULL_PLANES else 1
+    changed = old is None
+    window_bytes = max(window_bytes - window_bytes % element_bytes, element_bytes)
+    for offset, before, after in _windows(old, new, nbytes, window_bytes, where):
+        raw = after
+        if before is not None and (transform == XOR or not changed):
+            difference = before ^ after
+            changed = changed or bool(difference.any())
+            raw = difference if transform == XOR else after
+        if len(raw) % planes:
+            raise LayoutError("window cuts an element", where=where, expected=f"a multiple of {planes}", found=len(raw))
+        words = raw.reshape(-1, planes)
+        for plane in range(planes):
+            frames.put(plane * (nbytes // planes) + offset // planes, np.ascontiguousarray(words[:, plane]))
+    if (nbytes and not changed) or (not nbytes and old is not None):
+        return None
+    return frames.payload(transform=transform, element_bytes=element_bytes, float_order=float_order)
+
+
+class _FrameWriter:
+    """Takes raw bytes as several ascending streams (one a plane) and compresses each frame once it is full.
+
+    Planes are not multiples of a frame: the frame over a border gets its end before its start.
+    """
+
+    def __init__(self, *, raw_bytes: int, frame_bytes: int, level: int) -> None:
+        self._raw_bytes = raw_bytes
+        self._frame_bytes = frame_bytes
+        self._compressor = zstandard.ZstdCompressor(level=level)
+        self._open: dict[int, tuple[U8, int]] = {}
+        self._stored: list[bytes] = [b""] * -(-raw_bytes // frame_bytes)
+
+    def put(self, raw_offset: int, raw: U8) -> None:
+        at = 0
+        while at < len(raw):
+            frame, inside = divmod(raw_offset + at, self._frame_bytes)
+            size = min(self._frame_bytes, self._raw_bytes - frame * self._frame_bytes)
+            part = raw[at : at + size - inside]
+            at += len(part)
+            if len(part) == size:
+                self._stored[frame] = self._compressor.compress(as_bytes(part))
+            else:
+                self._put_part(frame, inside, part, size)
+
+    def payload(self, *, transform: int, element_bytes: int, float_order: bool) -> bytes:
+        head = encode_layout(
+            transform=transform,
+            element_bytes=element_bytes,
+            float_order=float_order,
+            frame_bytes=self._frame_bytes,
+            raw_bytes=self._raw_bytes,
+            sizes=[len(frame) for frame in self._stored],
+        )
+        stored_bytes = sum(map(len, self._stored))
+        return b"".join((head, *self._stored, bytes(padding(stored_bytes))))
+
+    def _put_part(self, frame: int, inside: int, part: U8, size: int) -> None:
+        buffer, filled = self._open.pop(frame) if frame in self._open else (np.empty(size, np.uint8), 0)
+        buffer[inside : inside + len(part)] = part
+        filled += len(part)
+        if filled == size:
+            self._stored[frame] = self._compressor.compress(as_bytes(buffer))
+        else:
+            self._open[frame] = (buffer, filled)
+
+
+def _windows(
+    old: Windows | None, new: Windows, nbytes: int, window_bytes: int, where: Where
+) -> Iterator[tuple[int, U8 | None, U8]]:
+    if old is not None:
+        yield from paired_windows(old, new, nbytes=nbytes, window_bytes=window_bytes, where=where)
+        return
+    offset = 0
+    for window in iterate_windows(new, window_bytes=window_bytes):
+        yield offset, None, window
+        offset += len(window)
+    if offset != nbytes:
+        raise LayoutError("windows do not make up the tensor", where=where, expected=nbytes, found=offset)
+
+
+def _check(
+    old: Windows | None, transform: int, element_bytes: int, frame_bytes: int, nbytes: int, where: Where
+) -> None:
+    if transform == STEP_PLANES or transform not in range(len(TRANSFORM_NAMES)):
+        raise UnsupportedFormatError("GF01 transform is not supported", where=where, found=transform)
+    if transform == XOR and old is None:
+        raise LayoutError("GF01 xor without old bytes", where=where)
+    if frame_bytes not in {1 << log2 for log2 in range(MIN_FRAME_LOG2, MAX_FRAME_LOG2 + 1)}:
+        raise LayoutError("frame_bytes is no power of two of 64 KiB to 1 MiB", where=where, found=frame_bytes)
+    if element_bytes < 1 or nbytes % element_bytes:
+        raise LayoutError(
+            "tensor does not hold whole elements", where=where, expected=f"a multiple of {element_bytes}", found=nbytes
+        )

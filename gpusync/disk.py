@@ -1,0 +1,353 @@
+"""The disk path: `pull()` brings a host-local checkpoint to a published version, as one transaction.
+
+A drop-in for the receiver in slime's sglang patch. Everything is decided, decoded, verified and made durable beside
+the files before the first byte of them changes; after that the move is finished whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpusync.errors import DigestMismatchError, MirrorError, MissingLinkError, VersionMissingError, Where
+from gpusync.hooks import Hook, load_hook, run_hook
+from gpusync.mirror import io, journal, state
+from gpusync.mirror.change import TensorChange, pending_changes
+from gpusync.mirror.fold import own_files, prepare_fold
+from gpusync.mirror.journal import Journal
+from gpusync.mirror.local import LocalDirectory, checkpoint_identity, open_local_directory, resolve_local_directory
+from gpusync.mirror.lock import local_lock
+from gpusync.mirror.seed import find_side_files, prepare_seed
+from gpusync.mirror.state import MirrorState
+from gpusync.mirror.verify import find_damage
+from gpusync.plan import Link, Plan, plan_pull
+from gpusync.report import PullReport, Stopwatch
+from gpusync.stream import (
+    Checkpoint,
+    OpenFiles,
+    PublishedVersion,
+    VersionIndex,
+    check_against,
+    compare_duplicates,
+    read_checkpoint,
+    read_index,
+    read_version,
+    wait_until_visible,
+)
+
+LAST_REPORT_FILE = "last_report.json"
+DEFAULT_LOCK_TIMEOUT_S = 600.0
+MAX_WORKERS = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """The arguments of one call, settled."""
+
+    local: Path
+    base_dir: Path
+    source_dir: Path
+    target: int
+    hook: Hook | None
+    visibility_timeout_s: float
+    allow_rewind: bool
+    copy_code: bool
+    workers: int
+    progress: Progress
+
+    @property
+    def control(self) -> Path:
+        return self.local / state.CONTROL_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A plan and what it needs, read and validated. `start` is the checkpoint the deltas are applied to."""
+
+    plan: Plan
+    start: Checkpoint
+    indexes: Mapping[int, VersionIndex]
+    versions: Sequence[PublishedVersion]
+
+    @property
+    def changes(self) -> dict[str, TensorChange]:
+        return pending_changes(self.start.tensors, self.versions)
+
+
+def pull(
+    *,
+    local_checkpoint_dir: str | os.PathLike[str],
+    base_dir: str | os.PathLike[str],
+    source_dir: str | os.PathLike[str],
+    target_version: int,
+    pre_read_hook: Hook | str | None = None,
+    allow_rewind: bool = False,
+    visibility_timeout: float = 0.0,
+    lock_timeout: float = DEFAULT_LOCK_TIMEOUT_S,
+    copy_code: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> PullReport:
+    """Bring `local_checkpoint_dir` to `target_version` of the stream in `source_dir`; 0 makes it the base.
+
+    `base_dir` is the checkpoint the engine started from (version 0). `pre_read_hook(source_dir, target_version)`, a
+    callable or an import path, makes published files visible on this host; it runs before the first look and before
+    every further one. A version that is not there in full is waited for up to `visibility_timeout` seconds.
+    `copy_code` lets `*.py` of a full version follow. `progress(done, total)` is told tensor bytes.
+
+    Returns with the directory verified and durable at the target. On any GpusyncError its tensor files are what they
+    were. Callers in other threads and processes of this host wait for the directory's lock up to `lock_timeout`
+    seconds; those that ask for the same version get the report of the pull that brought it.
+    """
+    base, source = Path(base_dir), Path(source_dir)
+    job = _Job(
+        local=resolve_local_directory(
+            Path(local_checkpoint_dir), apart_from={"base directory": base, "source directory": source}
+        ),
+        base_dir=base,
+        source_dir=source,
+        target=target_version,
+        hook=load_hook(pre_read_hook, what="pre-read hook"),
+        visibility_timeout_s=visibility_timeout,
+        allow_rewind=allow_rewind,
+        copy_code=copy_code,
+        workers=workers or min(MAX_WORKERS, os.cpu_count() or 1),
+        progress=progress or (lambda _done, _total: None),
+    )
+    watch = Stopwatch()
+    with local_lock(job.control, timeout_s=lock_timeout):
+        watch.lap("lock")
+        local = open_local_directory(job.local, workers=job.workers)
+        watch.lap("open")
+        try:
+            return _move(job, local, watch)
+        except DigestMismatchError as error:
+            damage = _find_own_fault(job, local, error)
+            if damage is None:
+                raise
+            return _move(job, replace(local, distrust=damage), watch)
+
+
+def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
+    """Plan, validate, prepare, commit. Nothing that is prepared survives an error."""
+    work = wait_until_visible(
+        lambda: _look(job, local),
+        refresh=lambda: _refresh(job),
+        timeout_s=job.visibility_timeout_s if job.target > 0 else 0.0,
+    )
+    watch.lap("validate")
+    if work.plan.is_nothing:
+        return _report_nothing(job, work.plan, watch)
+    try:
+        with OpenFiles() as sources:
+            prepare = _prepare_seed if work.plan.reseeds else _prepare_fold
+            decided, report = prepare(job, local, work, sources)
+    except BaseException:
+        journal.discard(job.local)
+        raise
+    watch.lap("prepare")
+    journal.commit(job.local, decided)
+    journal.finish(job.local, decided, workers=job.workers)
+    watch.lap("commit")
+    report = replace(report, seconds=watch.seconds)
+    io.write_durably(job.control / LAST_REPORT_FILE, report.as_json().encode())
+    return report
+
+
+def _refresh(job: _Job) -> None:
+    if job.target > 0:
+        where = Where(path=job.source_dir, version=job.target)
+        run_hook(job.hook, os.fspath(job.source_dir), job.target, what="the pre-read hook", where=where)
+
+
+def _look(job: _Job, local: LocalDirectory) -> _Work:
+    """Plan, then read and validate every version that the plan needs. No file stays open."""
+    indexes: dict[int, VersionIndex] = {}
+    missing: dict[int, VersionMissingError] = {}
+
+    def lookup(version: int) -> Link | None:
+        try:
+            index = indexes[version] = read_index(job.source_dir, version)
+        except VersionMissingError as error:
+            missing[version] = error
+            return None
+        base = index.base_version if index.is_delta else None
+        return Link(version=version, base_version=base, digest=index.digest, stream_id=index.stream_id)
+
+    try:
+        plan = plan_pull(applied=local.applied, target=job.target, lookup=lookup, allow_rewind=job.allow_rewind)
+    except MissingLinkError:
+        raise
+    except VersionMissingError as error:
+        raise missing[job.target] from error  # says which file of the target is missing
+    plan = _spare_base(job, local, plan)
+    start = _start_of(job, local, plan)
+    versions = [read_version(job.source_dir, version) for version in plan.chain]
+    with OpenFiles() as files:
+        for version in versions:
+            check_against(version, start.tensors)
+            compare_duplicates(version, files)
+    needed = {*plan.chain, plan.seed_version}
+    return _Work(plan=plan, start=start, versions=versions, indexes={v: indexes[v] for v in needed if v in indexes})
+
+
+def _spare_base(job: _Job, local: LocalDirectory, plan: Plan) -> Plan:
+    """Version 0 is not copied again over an untouched copy of the same base."""
+    untouched = local.distrust is None and local.state is not None and local.state.version == 0
+    if plan.target != 0 or not untouched or local.state is None:
+        return plan
+    base = read_checkpoint(job.base_dir, follow_links=True)
+    if checkpoint_identity(base) != local.state.base_identity:
+        return plan
+    return Plan(target=0, seed="store", seed_version=0, chain=(), reason="already at the base")
+
+
+def _start_of(job: _Job, local: LocalDirectory, plan: Plan) -> Checkpoint:
+    if plan.seed == "full":
+        full = read_version(job.source_dir, plan.seed_version)
+        return Checkpoint(
+            directory=full.path, tensors=full.tensors, headers=full.headers, index=full.index, follow_links=False
+        )
+    if plan.seed == "base":
+        return read_checkpoint(job.base_dir, follow_links=True, where=Where(path=job.base_dir, version=0))
+    if local.checkpoint is None:
+        raise MirrorError("the local checkpoint has a version but no tensors", path=job.local)
+    return local.checkpoint
+
+
+def _prepare_fold(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFiles) -> tuple[Journal, PullReport]:
+    changes = work.changes
+    prepared = prepare_fold(
+        work.start,
+        changes,
+        control=job.control,
+        sources=sources,
+        workers=job.workers,
+        progress=_counter(job.progress, sum(change.base.nbytes for change in changes.values())),
+    )
+    own_files(job.local, prepared.files, control=job.control)
+    decided = Journal(
+        state=_state_after(local, work),
+        managed=local.managed,
+        checksums=prepared.checksums,
+        files=prepared.files,
+        spools=prepared.spools,
+    )
+    report = _report(local, work, changes)
+    return decided, replace(
+        report, elements_changed=prepared.elements_changed, spool_bytes=sum(prepared.spools.values())
+    )
+
+
+def _prepare_seed(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFiles) -> tuple[Journal, PullReport]:
+    changes = work.changes
+    side_files = find_side_files(job.base_dir, with_code=True, follow_links=True)
+    if work.plan.seed == "full":
+        side_files |= find_side_files(work.start.directory, with_code=job.copy_code, follow_links=False)
+    prepared = prepare_seed(
+        work.start,
+        changes,
+        control=job.control,
+        side_files=side_files,
+        sources=sources,
+        workers=job.workers,
+        progress=_counter(job.progress, sum(tensor.nbytes for tensor in work.start.tensors.values())),
+    )
+    decided = Journal(
+        state=_state_after(local, work, base=read_checkpoint(job.base_dir, follow_links=True)),
+        managed=prepared.install,
+        checksums=prepared.checksums,
+        install=prepared.install,
+        remove=tuple(name for name in local.managed if name not in prepared.install),
+    )
+    report = _report(local, work, changes)
+    return decided, replace(
+        report,
+        elements_changed=None,
+        tensor_bytes=sum(tensor.nbytes for tensor in work.start.tensors.values()),
+        unverified_tensors=prepared.unverified_tensors,
+    )
+
+
+def _state_after(local: LocalDirectory, work: _Work, *, base: Checkpoint | None = None) -> MirrorState:
+    """The state once the plan is carried out. A reseed forgets the stream it came from."""
+    digests = {version: index.digest for version, index in work.indexes.items()}
+    newest = work.indexes.get(work.plan.target)
+    before = None if work.plan.reseeds else local.state
+    stream_id = None if newest is None else newest.stream_id
+    if before is None:
+        identity = None if base is None else checkpoint_identity(base)
+        return MirrorState(version=work.plan.target, stream_id=stream_id, index_digests=digests, base_identity=identity)
+    return MirrorState(
+        version=work.plan.target,
+        stream_id=stream_id or before.stream_id,
+        index_digests={**before.index_digests, **digests},
+        base_identity=before.base_identity,
+    )
+
+
+def _find_own_fault(job: _Job, local: LocalDirectory, error: DigestMismatchError) -> str | None:
+    """After a digest mismatch: the local tensor's damage, if it was that and not the stream that is wrong."""
+    checkpoint, tensor = local.checkpoint, error.tensor
+    if local.distrust is not None or checkpoint is None or tensor not in checkpoint.tensors:
+        return None
+    checksums = state.read_checksums(job.control)
+    if tensor not in checksums:
+        return None
+    with OpenFiles() as files:
+        return find_damage(checkpoint, [checkpoint.tensors[tensor]], checksums, files=files, workers=1)
+
+
+def _report(local: LocalDirectory, work: _Work, changes: Mapping[str, TensorChange]) -> PullReport:
+    wire = sum(payload.nbytes for version in work.versions for payload in version.tensors.values())
+    if work.plan.seed == "full":
+        wire += sum(tensor.nbytes for tensor in work.start.tensors.values())
+    return PullReport(
+        target_version=work.plan.target,
+        version_before=local.applied.version,
+        seed=work.plan.seed,
+        seed_version=work.plan.seed_version,
+        chain=work.plan.chain,
+        reason=work.plan.reason if local.distrust is None else local.distrust,
+        tensors_changed=len(changes),
+        tensor_bytes=sum(change.base.nbytes for change in changes.values()),
+        wire_bytes=wire,
+    )
+
+
+def _report_nothing(job: _Job, plan: Plan, watch: Stopwatch) -> PullReport:
+    """At the target already: the report of the pull that brought the directory there, if it is still known."""
+    try:
+        last = PullReport.from_json((job.control / LAST_REPORT_FILE).read_text())
+        if last.target_version == plan.target:
+            return replace(last, shared=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return PullReport(
+        target_version=plan.target,
+        version_before=plan.target,
+        seed=plan.seed,
+        seed_version=plan.seed_version,
+        chain=plan.chain,
+        reason=plan.reason,
+        seconds=watch.seconds,
+    )
+
+
+def _counter(progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
+    lock = threading.Lock()
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
+
+    progress(0, total)
+    return add

@@ -1,0 +1,157 @@
+"""Seeding a local checkpoint: copy a full checkpoint (the base, or a full version) into `incoming/`, applying the
+deltas that follow it on the way and digesting every tensor. The journal then puts the files in place."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpusync.errors import StreamError, Where
+from gpusync.mirror import io
+from gpusync.mirror.change import Bytes, TensorChange, apply_change, published_checksum
+from gpusync.mirror.journal import INCOMING_DIRECTORY
+from gpusync.mirror.state import Checksum
+from gpusync.mirror.workers import for_each
+from gpusync.stream import INDEX_NAME, Checkpoint, OpenFiles, SourceFile
+from gpusync.stream.header import LENGTH_BYTES, METADATA_KEY
+
+SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+CODE_SUFFIX = ".py"
+MAX_SIDE_FILE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """Verified and copied, not yet decided: `install` are the names under `incoming/`."""
+
+    install: tuple[str, ...]
+    checksums: Mapping[str, Checksum]
+    tensors_changed: int
+    unverified_tensors: int
+
+
+def prepare_seed(
+    checkpoint: Checkpoint,
+    changes: Mapping[str, TensorChange],
+    *,
+    control: Path,
+    side_files: Mapping[str, Path],
+    sources: OpenFiles,
+    workers: int,
+    progress: Callable[[int], None],
+) -> Seed:
+    """Copy `checkpoint` with `changes` applied, and `side_files` (name to source), to `control`/incoming.
+
+    Everything is verified against the newest published checksums (`unverified_tensors` counts those that nobody
+    published any of) and synced when this returns; nothing outside `incoming/` was written.
+    """
+    incoming = control / INCOMING_DIRECTORY
+    io.make_directory(incoming)
+    checksums: dict[str, Checksum] = {}
+    unverified = 0
+    with ExitStack() as stack:
+        files: dict[str, io.WritableFile] = {}
+        for name, header in checkpoint.headers.items():
+            files[name] = stack.enter_context(io.WritableFile(incoming / name, create=True))
+            files[name].allocate(header.file_bytes)
+            files[name].write_at(_local_header(checkpoint, name, sources), 0)
+
+        def copy(_: int, change: TensorChange) -> None:
+            tensor = change.base
+
+            def write(offset: int, _old: Bytes, new: Bytes) -> None:
+                files[tensor.file].write_at(new, tensor.offset + offset)
+
+            with checkpoint.open_tensor(tensor.name, sources) as base:
+                where = Where(path=checkpoint.directory / tensor.file, tensor=tensor.name)
+                checksums[tensor.name] = apply_change(change, base=base, sources=sources, sink=write, where=where)
+            progress(tensor.nbytes)
+
+        copies = [
+            changes.get(name)
+            or TensorChange(base=tensor, deltas=(), published=published_checksum(checkpoint.index, tensor))
+            for name, tensor in checkpoint.tensors.items()
+        ]
+        unverified = sum(change.expected is None for change in copies)
+        for_each(copies, copy, workers=workers, size=lambda change: change.base.nbytes)
+        for file in files.values():
+            file.fsync()
+    others = _read_side_files(side_files)
+    if (checkpoint.directory / INDEX_NAME).exists():
+        others[INDEX_NAME] = _local_index(checkpoint)
+    for name, data in others.items():
+        with io.WritableFile(incoming / name, create=True) as file:
+            file.append(data)
+            file.fsync()
+    io.fsync_directory(incoming)
+    return Seed(
+        install=(*checkpoint.headers, *others),
+        checksums=checksums,
+        tensors_changed=len(changes),
+        unverified_tensors=unverified,
+    )
+
+
+def find_side_files(directory: Path, *, with_code: bool, follow_links: bool) -> dict[str, Path]:
+    """Regular files beside the tensors that belong to the model: configuration, tokenizer, templates; code if asked.
+
+    A link is passed over unless `follow_links`; then the path it leads to is returned.
+    """
+    suffixes = (*SIDE_FILE_SUFFIXES, CODE_SUFFIX) if with_code else SIDE_FILE_SUFFIXES
+    return {
+        entry.name: entry.resolve() if follow_links else entry
+        for entry in directory.iterdir()
+        if entry.suffix in suffixes
+        and entry.name != INDEX_NAME
+        and entry.is_file()
+        and (follow_links or not entry.is_symlink())
+    }
+
+
+def _read_side_files(side_files: Mapping[str, Path]) -> dict[str, bytes]:
+    found = {}
+    for name, path in side_files.items():
+        with SourceFile(path) as source:
+            if source.nbytes > MAX_SIDE_FILE_BYTES:
+                raise StreamError(
+                    "a side file is too large to follow",
+                    path=path,
+                    expected=f"at most {MAX_SIDE_FILE_BYTES} bytes",
+                    found=source.nbytes,
+                )
+            found[name] = source.read_at(0, source.nbytes)
+    return found
+
+
+def _local_header(checkpoint: Checkpoint, name: str, sources: OpenFiles) -> bytes:
+    """The shard's header as it should stand locally: without checksums, which the next delta would make untrue.
+
+    Padded with spaces to its old length, so that no tensor moves. A header without checksums is copied as it is.
+    """
+    header = checkpoint.headers[name]
+    metadata = {key: value for key, value in header.metadata.items() if key not in header.tensors}
+    if len(metadata) == len(header.metadata):
+        with sources.open(checkpoint.directory / name) as source:
+            return source.read_at(0, header.data_offset)
+    entries: dict[str, object] = {METADATA_KEY: metadata}
+    for tensor in header.tensors.values():
+        begin = tensor.offset - header.data_offset
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
+    length = header.data_offset - LENGTH_BYTES
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
+    return struct.pack("<Q", length) + text
+
+
+def _local_index(checkpoint: Checkpoint) -> bytes:
+    weight_map = {name: tensor.file for name, tensor in checkpoint.tensors.items()}
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    told = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(told, indent=2, ensure_ascii=False).encode()

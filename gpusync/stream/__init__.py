@@ -2,7 +2,7 @@
 
 from gpusync.stream.checkpoint import Checkpoint, read_checkpoint
 from gpusync.stream.dtypes import DTYPE_BITS, element_bytes, is_float_order
-from gpusync.stream.files import ByteSource, BytesSource, FileRange, OpenFiles, SourceFile
+from gpusync.stream.files import ByteSource, BytesSource, FileRange, SourceFile
 from gpusync.stream.filesystem import filesystem_type, has_atomic_rename, is_local
 from gpusync.stream.header import (
     LENGTH_BYTES,
@@ -16,6 +16,7 @@ from gpusync.stream.header import (
     read_header,
 )
 from gpusync.stream.index import INDEX_NAME, VersionIndex, encode_index, parse_index
+from gpusync.stream.open_files import OpenFiles
 from gpusync.stream.shards import StoredTensor
 from gpusync.stream.version import (
     PublishedVersion,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from gpusync.errors import NOWHERE, IndexFormatError, StreamError, VersionMissingError, Where
 from gpusync.stream.directory import read_index_file, read_single_file_index
-from gpusync.stream.files import ByteSource, OpenFiles
+from gpusync.stream.files import ByteSource
 from gpusync.stream.header import ShardHeader
 from gpusync.stream.index import INDEX_NAME, VersionIndex
+from gpusync.stream.open_files import OpenFiles
 from gpusync.stream.shards import Shards, StoredTensor, open_stored, read_shards
 
 

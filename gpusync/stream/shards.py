@@ -9,9 +9,10 @@ from pathlib import Path
 
 from gpusync.digest import is_checksum
 from gpusync.errors import HeaderError, IndexFormatError, SourceReadError, VersionMissingError, Where
-from gpusync.stream.files import ByteSource, OpenFiles, SourceFile
+from gpusync.stream.files import ByteSource, SourceFile
 from gpusync.stream.header import ShardHeader, ShortShardError, read_header
 from gpusync.stream.index import VersionIndex
+from gpusync.stream.open_files import OpenFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

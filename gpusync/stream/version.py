@@ -11,10 +11,11 @@ from pathlib import Path
 from gpusync.errors import ChainError, HeaderError, PayloadError, StreamError, VersionMissingError, Where
 from gpusync.stream.checkpoint import check_full
 from gpusync.stream.directory import check_directory, read_index_file, read_single_file_index
-from gpusync.stream.files import ByteSource, OpenFiles
+from gpusync.stream.files import ByteSource
 from gpusync.stream.formats import PAYLOAD_DTYPE, max_payload_bytes
 from gpusync.stream.header import ShardHeader, ShortShardError
 from gpusync.stream.index import INDEX_NAME, VersionIndex
+from gpusync.stream.open_files import OpenFiles
 from gpusync.stream.shards import Shards, StoredTensor, open_stored, read_shards
 from gpusync.stream.versions import version_path
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -94,6 +95,13 @@ def run_demo(
     out.print(_table(result))
     out.print("Every tensor of every pull equals the trainer's, bit for bit.", style="green")
     return result
+
+
+def run_demo_command(*, model_dir: Path | None, work_dir: Path | None, as_json: bool) -> None:
+    """`run_demo` for the command line: a table on the terminal, or one JSON object and nothing else."""
+    result = run_demo(model_dir=model_dir, work_dir=work_dir, out=Console(quiet=as_json))
+    if as_json:
+        click.echo(result.as_json())
 
 
 @contextlib.contextmanager

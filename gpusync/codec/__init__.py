@@ -1,9 +1,19 @@
 """Payloads of changed tensors: decoding them window by window, encoding them, choosing among their forms."""
 
 from gpusync.codec.apply import would_be
+from gpusync.codec.choose import UNCHANGED, choose_gf01
 from gpusync.codec.decoder import ENCODINGS, DeltaDecoder, apply_whole, open_delta
 from gpusync.codec.frames import FrameInfo, FrameReader, frame_info
-from gpusync.codec.gf01 import FULL, FULL_PLANES, GF01_MAGIC, STEP_PLANES, XOR, Gf01Decoder, encode_gf01
+from gpusync.codec.gf01 import (
+    FULL,
+    FULL_PLANES,
+    GF01_MAGIC,
+    STEP_PLANES,
+    TRANSFORM_NAMES,
+    XOR,
+    Gf01Decoder,
+    encode_gf01,
+)
 from gpusync.codec.overwrite import OverwriteDecoder, encode_overwrite
 from gpusync.codec.payload import U8, MemoryPayload, Payload
 from gpusync.codec.windows import WINDOW_BYTES, Windows
@@ -15,7 +25,9 @@ __all__ = [
     "FULL_PLANES",
     "GF01_MAGIC",
     "STEP_PLANES",
+    "TRANSFORM_NAMES",
     "U8",
+    "UNCHANGED",
     "WINDOW_BYTES",
     "XOR",
     "DeltaDecoder",
@@ -28,6 +40,7 @@ __all__ = [
     "Windows",
     "XorDecoder",
     "apply_whole",
+    "choose_gf01",
     "encode_gf01",
     "encode_overwrite",
     "encode_xor",

@@ -25,8 +25,8 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Run = tuple[U32, U8]
 
-HELD_BYTES = 16 << 20
-GROUP_CHANGES = 4 << 20
+HELD_BYTES = 4 << 20
+GROUP_CHANGES = 2 << 20
 # Each pass reads the whole frame again: without a bound, a hostile order would keep a reader busy for days.
 MAX_PASSES = 64
 _CHUNK = 64 << 10
@@ -44,9 +44,9 @@ def open_runs(
 ) -> Iterator[Run]:
     """Yields (positions, values), ascending within a run and from run to run. Lazy: reads at the first step.
 
-    Holds at most about `3 * held_bytes` or `12 * group_changes`, whichever is larger. Raises `PayloadError` for a
-    damaged payload, a position twice or past the end, `UnsupportedFormatError` for one that would need more than
-    `MAX_PASSES` passes.
+    Memory: positions that ascend, 20 MiB at most; any order, some 30 bytes for each of `group_changes`. Raises
+    `PayloadError` for a damaged payload, a position twice or past the end, `UnsupportedFormatError` for one that would
+    need more than `MAX_PASSES` passes.
     """
     frame = _Frame(payload, count=count, nbytes=nbytes, where=where)
     if 5 * count <= held_bytes:
@@ -104,7 +104,7 @@ class _Frame:
             bins += np.bincount(positions >> np.uint32(shift), minlength=len(bins))
         if int(bins.max()) > 1 << shift:
             raise self._duplicate(None)
-        groups = _group_bins(bins, max(group_changes, 1 << shift))
+        groups = _group_bins(bins, group_changes)
         if len(groups) > MAX_PASSES:
             raise UnsupportedFormatError(
                 "overwrite payload of this size must have ascending positions", where=self.where,
@@ -186,7 +186,7 @@ def _keys(positions: U32) -> U64:
 
 
 def _group_bins(bins: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int, int]]:
-    """(first bin, last bin, changes) of consecutive bins that hold at most `limit` changes together."""
+    """(first bin, last bin, changes) of consecutive bins with at most `limit` changes, or of one bin with more."""
     groups: list[tuple[int, int, int]] = []
     first, size = 0, 0
     for index, count in enumerate(bins.tolist()):

@@ -1,0 +1,45 @@
+"""What a payload says of itself, from its first bytes, without decoding it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from gpusync.codec.frame_header import MAX_FRAME_HEADER_BYTES, frame_info
+from gpusync.codec.gf01_layout import GF01_MAGIC, HEADER_BYTES, TRANSFORM_NAMES
+from gpusync.codec.payload import Payload, read_head
+from gpusync.errors import NOWHERE, PayloadError, Where
+
+# overwrite: count u4, then a position u4 and a value u1 for each
+COUNT_BYTES, ENTRY_BYTES = 4, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSummary:
+    """`form` names the payload's form. `tensor_bytes` is the size of the tensor it belongs to, `bytes_changed` how many
+    bytes it writes; None where its head does not tell. Claims of the payload, not findings."""
+
+    form: str
+    tensor_bytes: int | None = None
+    bytes_changed: int | None = None
+
+
+def summarise_payload(payload: Payload, *, encoding: str, where: Where = NOWHERE) -> PayloadSummary:
+    """Raises PayloadError for a head that is no payload of `encoding`."""
+    head = read_head(payload, max(MAX_FRAME_HEADER_BYTES, HEADER_BYTES))
+    if encoding == "gpusync":
+        return _summarise_gpusync(head, where)
+    size = frame_info(head, where=where).content_size
+    if encoding == "overwrite":
+        changed = None if size is None else max(0, size - COUNT_BYTES) // ENTRY_BYTES
+        return PayloadSummary(form="overwrite", bytes_changed=changed)
+    return PayloadSummary(form=encoding, tensor_bytes=size)
+
+
+def _summarise_gpusync(head: bytes, where: Where) -> PayloadSummary:
+    if head[:4] != GF01_MAGIC or len(head) < HEADER_BYTES or head[4] >= len(TRANSFORM_NAMES):
+        raise PayloadError(
+            "payload is none of gpusync's forms", where=where, expected=GF01_MAGIC.decode(), found=head[:4].hex()
+        )
+    (raw_bytes,) = struct.unpack_from("<Q", head, 8)
+    return PayloadSummary(form=f"GF01 {TRANSFORM_NAMES[head[4]]}", tensor_bytes=raw_bytes)

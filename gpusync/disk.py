@@ -7,8 +7,7 @@ the files before the first byte of them changes; after that the move is finished
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +17,19 @@ from gpusync.mirror import io, journal, state
 from gpusync.mirror.change import TensorChange, pending_changes
 from gpusync.mirror.fold import own_files, prepare_fold
 from gpusync.mirror.journal import Journal
-from gpusync.mirror.local import LocalDirectory, checkpoint_identity, open_local_directory, resolve_local_directory
+from gpusync.mirror.local import (
+    LocalDirectory,
+    checkpoint_identity,
+    examine_local_directory,
+    open_local_directory,
+    resolve_local_directory,
+)
 from gpusync.mirror.lock import local_lock
 from gpusync.mirror.seed import find_side_files, prepare_seed
 from gpusync.mirror.state import MirrorState
 from gpusync.mirror.verify import find_damage
 from gpusync.plan import Link, Plan, plan_pull
+from gpusync.progress import Progress, counter
 from gpusync.report import PullReport, Stopwatch
 from gpusync.stream import (
     Checkpoint,
@@ -42,8 +48,6 @@ LAST_REPORT_FILE = "last_report.json"
 DEFAULT_LOCK_TIMEOUT_S = 600.0
 MAX_WORKERS = 8
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
@@ -58,7 +62,7 @@ class _Job:
     allow_rewind: bool
     copy_code: bool
     workers: int
-    progress: Progress
+    progress: Progress | None
 
     @property
     def control(self) -> Path:
@@ -117,7 +121,7 @@ def pull(
         allow_rewind=allow_rewind,
         copy_code=copy_code,
         workers=workers or min(MAX_WORKERS, os.cpu_count() or 1),
-        progress=progress or (lambda _done, _total: None),
+        progress=progress,
     )
     watch = Stopwatch()
     with local_lock(job.control, timeout_s=lock_timeout):
@@ -131,6 +135,32 @@ def pull(
             if damage is None:
                 raise
             return _move(job, replace(local, distrust=damage), watch)
+
+
+def plan(
+    *,
+    local_checkpoint_dir: str | os.PathLike[str],
+    base_dir: str | os.PathLike[str],
+    source_dir: str | os.PathLike[str],
+    target_version: int,
+    allow_rewind: bool = False,
+) -> Plan:
+    """What `pull` would do now. Reads, validates as `pull` does before it decodes, and changes nothing."""
+    job = _Job(
+        local=Path(local_checkpoint_dir).resolve(),
+        base_dir=Path(base_dir),
+        source_dir=Path(source_dir),
+        target=target_version,
+        hook=None,
+        visibility_timeout_s=0.0,
+        allow_rewind=allow_rewind,
+        copy_code=False,
+        workers=1,
+        progress=None,
+    )
+    local = examine_local_directory(job.local, known=state.read_state(job.control), workers=1)
+    found = _look(job, local).plan
+    return found if local.distrust is None else replace(found, reason=local.distrust)
 
 
 def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
@@ -228,7 +258,7 @@ def _prepare_fold(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFi
         control=job.control,
         sources=sources,
         workers=job.workers,
-        progress=_counter(job.progress, sum(change.base.nbytes for change in changes.values())),
+        progress=counter(job.progress, sum(change.base.nbytes for change in changes.values())),
     )
     own_files(job.local, prepared.files, control=job.control)
     decided = Journal(
@@ -256,7 +286,7 @@ def _prepare_seed(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFi
         side_files=side_files,
         sources=sources,
         workers=job.workers,
-        progress=_counter(job.progress, sum(tensor.nbytes for tensor in work.start.tensors.values())),
+        progress=counter(job.progress, sum(tensor.nbytes for tensor in work.start.tensors.values())),
     )
     decided = Journal(
         state=_state_after(local, work, base=read_checkpoint(job.base_dir, follow_links=True)),
@@ -337,17 +367,3 @@ def _report_nothing(job: _Job, plan: Plan, watch: Stopwatch) -> PullReport:
         reason=plan.reason,
         seconds=watch.seconds,
     )
-
-
-def _counter(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
-    lock = threading.Lock()
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-            progress(done, total)
-
-    progress(0, total)
-    return add

@@ -86,9 +86,13 @@ def open_local_directory(path: Path, *, workers: int) -> LocalDirectory:
 
     MirrorError when it holds files but neither our state nor a checkpoint: those are somebody else's.
     """
-    control = path / state.CONTROL_DIRECTORY
     recovered = journal.recover(path, workers=workers)
-    known = recovered or state.read_state(control)
+    known = recovered or state.read_state(path / state.CONTROL_DIRECTORY)
+    return examine_local_directory(path, known=known, workers=workers)
+
+
+def examine_local_directory(path: Path, *, known: MirrorState | None, workers: int) -> LocalDirectory:
+    """What stands in the directory, whose state says `known`. Reads only. Errors as `open_local_directory`."""
     checkpoint, problem = _read_checkpoint(path)
     if problem is not None and known is None:
         _refuse_foreign_files(path)
@@ -119,6 +123,8 @@ def _read_checkpoint(path: Path) -> tuple[Checkpoint | None, str | None]:
 
 
 def _refuse_foreign_files(path: Path) -> None:
+    if not path.exists():
+        return
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name != state.CONTROL_DIRECTORY)
     if any(name.endswith(".safetensors") or name == INDEX_NAME for name in foreign):
         return  # a checkpoint, torn as it may be: it will be replaced

@@ -135,7 +135,7 @@ def _local_header(checkpoint: Checkpoint, name: str, sources: OpenFiles) -> byte
     header = checkpoint.headers[name]
     metadata = {key: value for key, value in header.metadata.items() if key not in header.tensors}
     if len(metadata) == len(header.metadata):
-        with sources.open(checkpoint.directory / name) as source:
+        with sources.open(checkpoint.directory / name, follow_links=checkpoint.follow_links) as source:
             return source.read_at(0, header.data_offset)
     entries: dict[str, object] = {METADATA_KEY: metadata}
     for tensor in header.tensors.values():

@@ -1,0 +1,124 @@
+"""`gpusync pull`, `plan` and `verify`: the commands that look at, or change, a local checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from gpusync.cli.output import json_option, print_json, progress_bar, size_text
+from gpusync.disk import DEFAULT_LOCK_TIMEOUT_S, plan, pull
+from gpusync.errors import DigestMismatchError, VersionMissingError
+from gpusync.mirror.verify import verify_directory
+from gpusync.report import PullReport
+from gpusync.stream import list_versions
+
+F = TypeVar("F", bound=Callable[..., object])
+
+DIRECTORY = click.Path(path_type=Path)
+
+
+class TargetVersion(click.ParamType):  # type: ignore[type-arg]
+    """A version number, or `latest`."""
+
+    name = "version"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "latest":
+            return None
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a version number nor 'latest'", param, ctx)
+        if number < 0:
+            self.fail("a version number is 0 or more", param, ctx)
+        return number
+
+
+def place_options(command: F) -> F:
+    """The options that name a local checkpoint, its base, the stream and the target."""
+    for option in (
+        click.option("--target-version", type=TargetVersion(), default="latest", show_default=True),
+        click.option("--allow-rewind", is_flag=True, help="Accept a target below the local version (reseeds)."),
+        click.option("--source-dir", type=DIRECTORY, required=True, help="The published stream."),
+        click.option("--base-dir", type=DIRECTORY, required=True, help="The checkpoint the engine started from."),
+        click.option("--local-checkpoint-dir", type=DIRECTORY, required=True),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("pull")
+@place_options
+@click.option("--pre-read-hook", help="Import path of hook(source_dir, target_version), run before every look.")
+@click.option("--visibility-timeout", type=float, default=0.0, show_default=True, help="Seconds to wait for a version.")
+@click.option("--lock-timeout", type=float, default=DEFAULT_LOCK_TIMEOUT_S, show_default=True)
+@click.option("--copy-code", is_flag=True, help="Let *.py files of a full version follow: engines may execute them.")
+@click.option("--workers", type=click.IntRange(min=1))
+@json_option
+def pull_command(target_version: int | None, source_dir: Path, as_json: bool, **options: object) -> None:
+    """Bring a local checkpoint to a published version."""
+    target = _newest(source_dir) if target_version is None else target_version
+    with progress_bar("pulling") as progress:
+        report = pull(source_dir=source_dir, target_version=target, progress=progress, **options)  # type: ignore[arg-type]
+    if as_json:
+        print_json(dataclasses.asdict(report))
+    else:
+        click.echo(_pull_text(report))
+
+
+@click.command("plan")
+@place_options
+@json_option
+def plan_command(target_version: int | None, source_dir: Path, as_json: bool, **options: object) -> None:
+    """Say what a pull would do, from which version and over which deltas, without changing anything."""
+    target = _newest(source_dir) if target_version is None else target_version
+    found = plan(source_dir=source_dir, target_version=target, **options)  # type: ignore[arg-type]
+    if as_json:
+        print_json(dataclasses.asdict(found))
+        return
+    start = {"store": "the local checkpoint", "full": "the full version", "base": "the base, version"}[found.seed]
+    steps = "nothing to apply" if not found.chain else "apply " + ", ".join(map(str, found.chain))
+    click.echo(f"target {found.target}: start from {start} {found.seed_version} ({found.reason}), {steps}")
+
+
+@click.command("verify")
+@click.argument("directory", type=DIRECTORY)
+@json_option
+def verify_command(directory: Path, as_json: bool) -> None:
+    """Compare every tensor of a local checkpoint with its newest checksum. Needs nothing but the directory."""
+    with progress_bar("verifying") as progress:
+        found = verify_directory(directory, progress=progress)
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    if found.damage is not None:
+        raise DigestMismatchError(
+            f"the local checkpoint is not version {found.version}: {found.damage}", path=directory
+        )
+    if not as_json:
+        click.echo(f"version {found.version}: {found.tensors} tensors, {size_text(found.nbytes)}, all as published")
+
+
+def _newest(source_dir: Path) -> int:
+    versions = list_versions(source_dir)
+    if not versions:
+        raise VersionMissingError("the stream holds no version", path=source_dir)
+    return versions[-1]
+
+
+def _pull_text(report: PullReport) -> str:
+    if report.shared or not report.changed:
+        return f"version {report.target_version}: already there"
+    seconds = report.seconds["total"]
+    text = f"version {report.target_version}: {report.tensors_changed} tensors changed"
+    if report.elements_changed is not None:
+        text += f" ({report.elements_changed} elements)"
+    text += f", {size_text(report.wire_bytes)} read, {size_text(report.tensor_bytes)} verified in {seconds:.2f} s"
+    if report.seed != "store":
+        text += f"; seeded from {report.seed} version {report.seed_version} ({report.reason})"
+    if report.unverified_tensors:
+        text += f"; {report.unverified_tensors} tensors have no published checksum"
+    return text

@@ -1,0 +1,20 @@
+"""`gpusync demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpusync.cli.output import json_option
+
+
+@click.command("demo")
+@click.option("--model", "model_dir", type=click.Path(path_type=Path), help="Run on this checkpoint instead.")
+@click.option("--work-dir", type=click.Path(path_type=Path), help="Keep the streams and checkpoints here.")
+@json_option
+def demo_command(model_dir: Path | None, work_dir: Path | None, as_json: bool) -> None:
+    """Train a small model, publish every step in three encodings, pull, verify, and compare with a full reload."""
+    from gpusync.demo.run import run_demo_command  # imports the trainer: half a second that other commands need not pay
+
+    run_demo_command(model_dir=model_dir, work_dir=work_dir, as_json=as_json)

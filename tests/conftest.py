@@ -1,0 +1,60 @@
+"""Fixtures that several directories use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpusync import PullReport, pull
+from support.checkpoints import State, read_state, small_state, snapshot, write_checkpoint
+
+
+@dataclass
+class Site:
+    """A base, a stream and a local checkpoint directory under one temporary directory."""
+
+    base: Path
+    source: Path
+    local: Path
+    state: State
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def pull(self, target: int, **options: Any) -> PullReport:
+        return pull(
+            local_checkpoint_dir=self.local,
+            base_dir=self.base,
+            source_dir=self.source,
+            target_version=target,
+            **{"workers": 2, **self.defaults, **options},
+        )
+
+    def local_state(self) -> State:
+        return read_state(self.local)
+
+    def local_files(self) -> dict[str, bytes]:
+        return snapshot(self.local)
+
+    @property
+    def control(self) -> Path:
+        return self.local / ".weight_sync"
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Callable[..., Site]:
+    def make(state: State | None = None, **files: str) -> Site:
+        base = small_state() if state is None else state
+        site = Site(base=tmp_path / "base", source=tmp_path / "stream", local=tmp_path / "local", state=base)
+        write_checkpoint(site.base, base, files={name.replace("_", "."): text for name, text in files.items()})
+        site.source.mkdir()
+        return site
+
+    return make
+
+
+@pytest.fixture
+def site(make_site: Callable[..., Site]) -> Site:
+    return make_site()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from gpusync.digest import digest_of, is_payload_checksum
 from gpusync.errors import NOWHERE, IndexFormatError, UnsupportedFormatError, Where
-from gpusync.stream.formats import CHECKSUM_FORMATS, COMPRESSION_OF, GPUSYNC
+from gpusync.stream.formats import CHECKSUM_FORMATS, COMPRESSION_OF, GPUSYNC, NO_COMPRESSION
 from gpusync.stream.header import METADATA_KEY
 from gpusync.stream.limits import MAX_FILE_NAME_BYTES, MAX_INDEX_BYTES, MAX_NAME_BYTES, MAX_OFFSET, MAX_VERSION
 from gpusync.stream.strict_json import parse_json
@@ -102,7 +102,7 @@ def encode_index(
         metadata["base_version"] = f"{base_version:06d}"
     if delta_encoding is not None:
         metadata["delta_encoding"] = delta_encoding
-        metadata["compression_format"] = COMPRESSION_OF.get(delta_encoding)
+        metadata["compression_format"] = COMPRESSION_OF.get(delta_encoding, NO_COMPRESSION)
     optional = {
         "checksum_format": checksum_format,
         "stream_id": stream_id,

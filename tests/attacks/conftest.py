@@ -24,7 +24,7 @@ def payload_entry(begin: int, end: int) -> dict[str, Any]:
 
 @dataclass
 class Draft:
-    """`headers` are the JSON values, or bytes to be written as they are; `lengths` overrides a header's length field."""
+    """`headers` are JSON values, or bytes to be written as they are; `lengths` overrides a header's length field."""
 
     source_dir: Path
     number: int = 1

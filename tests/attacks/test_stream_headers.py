@@ -196,7 +196,8 @@ def test_key_twice_in_an_entry(draft, refused: Refused, key: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [("I8", [20]), ("BOOL", [20]), ("BF16", [10]), ("FUTURE", [20]), ("U8", [4, 5]), ("U8", [20, 1])]
+    ("dtype", "shape"),
+    [("I8", [20]), ("BOOL", [20]), ("BF16", [10]), ("FUTURE", [20]), ("U8", [4, 5]), ("U8", [20, 1])],
 )
 def test_payload_that_is_no_vector_of_bytes(draft, refused: Refused, dtype: str, shape: list[int]) -> None:
     draft.headers[FIRST]["a.weight"] = entry(dtype=dtype, shape=shape)

@@ -226,7 +226,7 @@ def test_table_that_is_no_object(draft, refused: Refused, key: str, value: objec
 
 def make_ours(draft: Any) -> None:
     draft.metadata.update(delta_encoding="gpusync", compression_format="none")
-    draft.metadata["payload_checksums"] = {name: "0123456789abcdef" for name in draft.weight_map}
+    draft.metadata["payload_checksums"] = dict.fromkeys(draft.weight_map, "0123456789abcdef")
 
 
 def test_our_encoding_needs_a_checksum_of_every_payload(draft, refused: Refused) -> None:

@@ -206,7 +206,14 @@ def test_surrogate_pair_is_one_character(draft) -> None:
 
 def test_versions_are_listed_by_canonical_name_only(draft) -> None:
     names = ["weight_v000002", "weight_v1000000", "weight_v999999", "weight_v000000"]
-    others = ["weight_v2", "weight_v0000003", "weight_v00000x", "weight_v-00001", "xweight_v000004", "weight_v000005.tmp"]
+    others = [
+        "weight_v2",
+        "weight_v0000003",
+        "weight_v00000x",
+        "weight_v-00001",
+        "xweight_v000004",
+        "weight_v000005.tmp",
+    ]
     others += ["weight_v٠٠٠٠٠١", "weight_v000006\n", "weight_v9999999999999", "weight_v12345678901234"]
     for name in names + others:
         (draft.source_dir / name).mkdir(parents=True)

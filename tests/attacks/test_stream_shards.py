@@ -98,7 +98,6 @@ def test_shard_is_short_by_its_header(draft, refused: Refused, length: int) -> N
     os.truncate(path, length)
     expected = 8 if length < 8 else header
     refused(VersionMissingError, write=False, path=path, expected=expected, found=length)
-    os.truncate(path, whole - 1)
 
 
 @pytest.mark.parametrize("missing", [1, 5, 100])

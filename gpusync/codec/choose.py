@@ -18,7 +18,7 @@ UNCHANGED = "unchanged"
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
 # A form is encoded too if the best so far is not below this share of what the sample says of it.
-_CLEAR = 0.8
+_CLEAR = 0.9
 # zstd-1 needs up to about two bytes for a changed byte among unchanged ones, whatever the sample has seen of them.
 _XOR_BYTES_PER_CHANGE = 2.0
 _XOR_FLOOR = 0.001

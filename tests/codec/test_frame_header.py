@@ -100,7 +100,9 @@ def test_largest_window_is_accepted():
     blocks=st.integers(1, 6),
 )
 def test_end_is_found_whatever_the_chunks(content, write_checksum, chunk, blocks):
-    compressor = zstandard.ZstdCompressor(level=1, write_checksum=write_checksum).compressobj(size=len(content) * blocks)
+    compressor = zstandard.ZstdCompressor(level=1, write_checksum=write_checksum).compressobj(
+        size=len(content) * blocks
+    )
     frame = b""
     for _ in range(blocks):
         frame += compressor.compress(content) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)

@@ -101,7 +101,7 @@ def write_file(
     try:
         if not (renames and _write_and_rename(final, chunks)):
             _write_new(final, chunks)
-        _sync_directory(directory, strict=renames)
+        _sync_new_name(final, strict=renames)
     except OSError as error:
         raise PublishError(f"cannot write: {error.strerror or error}", path=final) from error
     return sum(_nbytes(chunk) for chunk in chunks)
@@ -166,6 +166,14 @@ def _write_all(descriptor: int, chunk: Buffer) -> None:
     view = _view(chunk)
     while view:
         view = view[os.write(descriptor, view[:_WRITE_BYTES]) :]
+
+
+def _sync_new_name(final: Path, *, strict: bool) -> None:
+    try:
+        _sync_directory(final.parent, strict=strict)
+    except OSError:
+        remove_file(final)
+        raise
 
 
 def _sync_directory(directory: Path, *, strict: bool) -> None:

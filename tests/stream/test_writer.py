@@ -177,6 +177,7 @@ def test_lost_names_are_an_error_where_directories_can_be_synced(
     monkeypatch.setattr(os, "fsync", io_error)
     with pytest.raises(PublishError, match="Input/output error"):
         write_file(tmp_path, "x", [b"1"], atomic_rename=True)
+    assert os.listdir(tmp_path) == []
     write_file(tmp_path, "y", [b"1"], atomic_rename=False)
 
 

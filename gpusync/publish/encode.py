@@ -1,0 +1,200 @@
+"""One tensor's way from an offer to what is written: compare, encode, checksum. Runs on a thread of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpusync.codec import U8, Payload, choose_gf01, encode_overwrite, encode_xor
+from gpusync.codec.windows import iterate_windows
+from gpusync.digest import new_digest, payload_checksum
+from gpusync.errors import LayoutError, PublishError, Where
+from gpusync.publish.changes import Change, find_change, read_whole
+from gpusync.publish.report import Stopwatch
+from gpusync.publish.snapshot import Snapshot
+from gpusync.publish.tensors import Offer, TensorForm
+from gpusync.stream import element_bytes, is_float_order
+from gpusync.stream.formats import GPUSYNC, OVERWRITE, PAYLOAD_DTYPE, XOR
+from gpusync.stream.writer import Buffer
+
+# A tensor that lies in a file is read whole up to this size, and in windows, once for each pass, above it.
+WHOLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What of a tensor goes into a shard: a payload, or in a full version its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+    checksum: str
+    payload_checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes if hasattr(self.data, "nbytes") else len(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """What became of an offer. `stored` is None where nothing is to be written.
+
+    `identity` tells states apart among ranks, where it was asked for. `change` is kept for the snapshot; `first` means
+    that nothing was known of the tensor's old state, and the offered one was taken for it.
+    """
+
+    name: str
+    form: TensorForm
+    identity: str | None
+    stored: Stored | None = None
+    change: Change | None = None
+    first: bool = False
+    written_as: str = ""
+
+    @property
+    def changed_bytes(self) -> int:
+        return 0 if self.change is None else self.change.changed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEncoder:
+    """How tensors of one version are encoded. `encoding` None: a full version. `identify`: states are to be told apart
+    by `Encoded.identity`. Used by several threads.
+    """
+
+    snapshot: Snapshot
+    encoding: str | None
+    checksum: str
+    identify: bool
+    watch: Stopwatch
+    version: int
+
+    def encode(self, offer: Offer) -> Encoded:
+        """Errors: LayoutError for another form than the readers hold, PublishError and what encoders raise."""
+        self._check_form(offer)
+        with self.watch.stage("read"):
+            new = read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
+            old = self.snapshot.open(offer.name)
+        with self.watch.stage("compare"):
+            change = self._compare(offer, old, new)
+        if self.encoding is None:
+            return self._encode_full(offer, new, change, known=old is not None)
+        if old is None or not change.changed_bytes:
+            return Encoded(
+                name=offer.name,
+                form=offer.form,
+                identity=self._identity(new) if self.identify else None,
+                change=change,
+                first=old is None,
+            )
+        return self._encode_delta(offer, old, new, change)
+
+    def identify_only(self, offer: Offer) -> Encoded:
+        """For a tensor that another rank writes."""
+        self._check_form(offer)
+        with self.watch.stage("read"):
+            new = read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
+        return Encoded(name=offer.name, form=offer.form, identity=self._identity(new))
+
+    def store_whole(self, name: str, form: TensorForm, data: U8 | Payload) -> Stored:
+        """The tensor as a full version holds it."""
+        with self.watch.stage("read"):
+            whole = read_whole(data)
+        return Stored(
+            name=name,
+            dtype=form.dtype,
+            shape=form.shape,
+            data=whole,
+            checksum=self._digest(self.checksum, whole),
+            payload_checksum=payload_checksum(whole),
+        )
+
+    def _check_form(self, offer: Offer) -> None:
+        expected = self.snapshot.form(offer.name)
+        if expected is not None and expected != offer.form:
+            raise LayoutError(
+                "tensor offered has another form than the readers hold",
+                where=self._where(offer.name),
+                expected=expected,
+                found=offer.form,
+            )
+
+    def _compare(self, offer: Offer, old: U8 | Payload | None, new: U8 | Payload) -> Change:
+        keep = self.snapshot.keeps
+        if old is not None:
+            return find_change(old, new, keep=keep)
+        # A copy: what is offered is the caller's, and changes before the next publish.
+        whole = read_whole(new).copy() if keep else None
+        return Change(changed_bytes=0 if self.encoding is not None else offer.form.nbytes, whole=whole)
+
+    def _encode_full(self, offer: Offer, new: U8 | Payload, change: Change, *, known: bool) -> Encoded:
+        stored = self.store_whole(offer.name, offer.form, new)
+        return Encoded(
+            name=offer.name,
+            form=offer.form,
+            identity=self._identity(new, stored.checksum) if self.identify else None,
+            stored=stored,
+            change=change,
+            first=not known,
+            written_as="full",
+        )
+
+    def _encode_delta(self, offer: Offer, old: U8 | Payload, new: U8 | Payload, change: Change) -> Encoded:
+        if self.snapshot.lacks(offer.name):
+            raise PublishError(
+                "tensor changed, but the checkpoint of the readers does not have it: publish a full version first",
+                where=self._where(offer.name),
+            )
+        checksum = self._digest(self.checksum, new)
+        with self.watch.stage("encode"):
+            payload, written_as = self._payload(offer, old, new)
+        if payload is None:
+            raise PublishError("encoder and comparison disagree", where=self._where(offer.name))
+        stored = Stored(
+            name=offer.name,
+            dtype=PAYLOAD_DTYPE,
+            shape=(len(payload),),
+            data=payload,
+            checksum=checksum,
+            payload_checksum=payload_checksum(payload),
+        )
+        return Encoded(
+            name=offer.name,
+            form=offer.form,
+            identity=self._identity(new, checksum) if self.identify else None,
+            stored=stored,
+            change=change,
+            written_as=written_as,
+        )
+
+    def _payload(self, offer: Offer, old: U8 | Payload, new: U8 | Payload) -> tuple[bytes | None, str]:
+        where = self._where(offer.name)
+        if self.encoding == GPUSYNC:
+            dtype = offer.form.dtype
+            payload, name = choose_gf01(
+                old, new, element_bytes=element_bytes(dtype), float_order=is_float_order(dtype), where=where
+            )
+            return payload, f"GF01 {name}"
+        return _SLIME_ENCODERS[self.encoding or ""](old, new, where=where), self.encoding or ""
+
+    def _digest(self, algorithm: str, data: U8 | Payload) -> str:
+        with self.watch.stage("digest"):
+            digest = new_digest(algorithm)
+            for window in iterate_windows(data):
+                digest.update(window)
+            return digest.hexdigest()
+
+    def _identity(self, new: U8 | Payload, checksum: str | None = None) -> str:
+        """adler32 is too weak to say that two ranks hold the same bytes."""
+        if checksum is not None and self.checksum != "adler32":
+            return checksum
+        return self._digest("xxh3-128" if self.checksum == "adler32" else self.checksum, new)
+
+    def _where(self, name: str) -> Where:
+        return Where(version=self.version, tensor=name)
+
+
+_SLIME_ENCODERS: dict[str, Callable[..., bytes | None]] = {XOR: encode_xor, OVERWRITE: encode_overwrite}
+PUBLISH_ENCODINGS = (*_SLIME_ENCODERS, GPUSYNC)

@@ -1,0 +1,168 @@
+"""The trainer's side of a stream: publish one version after another, deltas or full, from one process or many ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gpusync.digest import ALGORITHMS
+from gpusync.errors import PublishError
+from gpusync.hooks import Hook, load_hook
+from gpusync.publish.attempt import Attempt
+from gpusync.publish.encode import PUBLISH_ENCODINGS
+from gpusync.publish.outcome import Settings, Target
+from gpusync.publish.ranks import open_ranks, take_step
+from gpusync.publish.report import PublishReport
+from gpusync.publish.snapshot import MemorySnapshot, Snapshot, StreamSnapshot
+from gpusync.publish.start import Start, choose_start
+from gpusync.publish.state import PublishedState
+from gpusync.publish.tensors import Source
+
+_MAX_WORKERS = 16
+
+
+class Publisher:
+    """Publishes to `source_dir`. Every rank of a `group` makes one and calls the same methods in the same order.
+
+    `base_dir` is the checkpoint the engines start from, as bytes: deltas are made against it, whatever the trainer's
+    own export looks like. Without it the first value offered for a tensor is taken for what the engines hold.
+
+    - `encoding`: "xor" and "overwrite" are read by slime's receiver too; "gpusync" is our own, the smallest form.
+    - `checksum`: "xxh3-128", "blake3" or "adler32", of each tensor's new state.
+    - `group`: a `torch.distributed` process group; None is this process alone.
+    - `post_write_hook(version_dir)`: a callable or an import path; runs on each rank after its shards, and on rank 0
+      again after the index.
+    - `workers`: threads that encode; each holds one tensor at a time.
+    - `shard_bytes`: a shard is written when so many bytes have come together; bounds memory.
+    - `stream_id`: a UUID by default; tells this run's versions from another's.
+    - `resume`: go on after the newest version in `source_dir`, in its stream; a new stream where there is none.
+    - `full_every`: every n-th version is a full one; 0: none is.
+    - `base_version`: the version whose state `base_dir` holds, if that is not the engines' own base.
+    - `keep_snapshot`: hold the readers' state in memory. False reads it back from `base_dir` and the stream for every
+      publish: slower, in the memory of a few tensors.
+
+    What it cannot begin with raises a GpusyncError, on every rank.
+    """
+
+    def __init__(
+        self,
+        source_dir: str | os.PathLike[str],
+        *,
+        base_dir: str | os.PathLike[str] | None = None,
+        encoding: str = "xor",
+        checksum: str = "xxh3-128",
+        group: Any | None = None,
+        post_write_hook: str | Hook | None = None,
+        workers: int | None = None,
+        shard_bytes: int = 1 << 30,
+        stream_id: str | None = None,
+        resume: bool = False,
+        full_every: int = 0,
+        base_version: int = 0,
+        keep_snapshot: bool = True,
+    ) -> None:
+        self._ranks = open_ranks(group)
+        self._base_dir = None if base_dir is None else Path(base_dir)
+        self._full_every = full_every
+
+        def begin() -> Start:
+            _check_arguments(encoding=encoding, checksum=checksum, shard_bytes=shard_bytes, full_every=full_every)
+            self._hook = load_hook(post_write_hook, what="post_write_hook")
+            self._state = PublishedState(source_dir, base_dir=base_dir, base_version=base_version)
+            return choose_start(source_dir, stream_id=stream_id, resume=resume, base_version=base_version)
+
+        # Rank 0's start counts: another rank may not see the newest version yet.
+        start = take_step(self._ranks, "opening the publisher", begin)[0]
+        if start.resumes:
+            take_step(self._ranks, "resuming the stream", lambda: self._state.resume(start.version))
+        self._snapshot: Snapshot = MemorySnapshot(self._state) if keep_snapshot else StreamSnapshot(self._state)
+        self._settings = Settings(
+            source_dir=Path(source_dir),
+            encoding=encoding,
+            checksum=checksum,
+            stream_id=start.stream_id,
+            shard_bytes=shard_bytes,
+            workers=min(_MAX_WORKERS, os.cpu_count() or 1) if workers is None else workers,
+            hook=self._hook,
+        )
+
+    @property
+    def version(self) -> int:
+        """The newest version published; before the first, what it will build on: 0, or where the stream is resumed."""
+        return self._state.version
+
+    @property
+    def stream_id(self) -> str:
+        """What tells this stream from another in the same place."""
+        return self._settings.stream_id
+
+    def publish(self, named_tensors: Source, *, version: int | None = None) -> PublishReport:
+        """Publish what changed since the last version, as a delta (or, by `full_every`, a full version).
+
+        `named_tensors`: a mapping, an iterable of (name, tensor) or a checkpoint directory. A tensor is a torch tensor,
+        a numpy array or `StoredBytes`. Those that are missing are unchanged; a version may change nothing. Each rank
+        may offer its own; what two ranks offer must be equal, and is written once. `version`: by default the next one.
+
+        On return the version is durable. On any error nothing is visible and the same can be tried again: PublishError
+        (taken version, write failure, different bytes on two ranks ...), LayoutError (a tensor of another form than the
+        readers hold), HookError; PeerFailedError on the ranks that were not at fault. What an iterator raises is raised
+        as it is. There is one exception: if the hook fails after the index, and the filesystem does not let the index
+        be removed, the version is published, `version` says so, and HookError is raised.
+        """
+        version = self.version + 1 if version is None else version
+        if self._full_every and version % self._full_every == 0:
+            return self.publish_full(named_tensors, version=version)
+        return self._publish(named_tensors, version=version, encoding=self._settings.encoding, side_files=None)
+
+    def publish_full(
+        self, named_tensors: Source, *, side_files: str | os.PathLike[str] | None = None, version: int | None = None
+    ) -> PublishReport:
+        """Publish a full version, which readers can start from; later deltas build on it. Otherwise as `publish`.
+
+        A tensor that the readers hold and no rank offers is written as it is; one they do not hold is new. Side files
+        (`*.json *.txt *.model *.jinja`, no index, never code) come from the directory `side_files`, by default from
+        `base_dir`.
+        """
+        version = self.version + 1 if version is None else version
+        directory = self._base_dir if side_files is None else Path(side_files)
+        return self._publish(named_tensors, version=version, encoding=None, side_files=directory)
+
+    def _publish(
+        self, named_tensors: Source, *, version: int, encoding: str | None, side_files: Path | None
+    ) -> PublishReport:
+        target = Target(version=version, base_version=self.version, encoding=encoding, side_files=side_files)
+        attempt = Attempt(settings=self._settings, ranks=self._ranks, snapshot=self._snapshot, target=target)
+        try:
+            return attempt.run(named_tensors)
+        finally:
+            self._snapshot.close()
+
+
+def publish_directories(
+    source_dir: str | os.PathLike[str],
+    *,
+    base_dir: str | os.PathLike[str] | None,
+    new_dir: str | os.PathLike[str],
+    full: bool = False,
+    version: int | None = None,
+    **settings: Any,
+) -> PublishReport:
+    """Publish one version that turns the checkpoint in `base_dir` into the one in `new_dir`; holds neither in memory.
+
+    `full`: the whole of `new_dir` with its side files; `base_dir` may be None then. `settings` are the Publisher's
+    (`encoding`, `checksum`, `resume`, `base_version` ...). Errors as Publisher and its `publish`.
+    """
+    publisher = Publisher(source_dir, base_dir=base_dir, keep_snapshot=False, **settings)
+    if full:
+        return publisher.publish_full(new_dir, side_files=new_dir, version=version)
+    return publisher.publish(new_dir, version=version)
+
+
+def _check_arguments(*, encoding: str, checksum: str, shard_bytes: int, full_every: int) -> None:
+    for what, known, found in (("encoding", PUBLISH_ENCODINGS, encoding), ("checksum", ALGORITHMS, checksum)):
+        if found not in known:
+            raise PublishError(f"unknown {what}", expected=f"one of {', '.join(known)}", found=found)
+    if shard_bytes < 1 or full_every < 0:
+        expected = "shard_bytes of 1 or more, full_every of 0 or more"
+        raise PublishError("impossible size", expected=expected, found=f"{shard_bytes}, {full_every}")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
 
-from gpusync.cli.output import json_option
+from gpusync.cli.output import json_option, print_json, size_text
 from gpusync.codec import ENCODINGS
 from gpusync.digest import ALGORITHMS
+from gpusync.publish import PublishReport, publish_directories
+from gpusync.stream import list_versions
+
+DIRECTORY = click.Path(path_type=Path)
 
 
 @click.command("publish")
-@click.option("--source-dir", type=click.Path(path_type=Path), required=True, help="The stream to publish into.")
-@click.option("--base", type=click.Path(path_type=Path, exists=True), help="Checkpoint the delta starts from.")
-@click.option("--new", type=click.Path(path_type=Path, exists=True), required=True, help="Checkpoint to publish.")
+@click.option("--source-dir", type=DIRECTORY, required=True, help="The stream to publish into; made when missing.")
+@click.option("--base", type=DIRECTORY, help="The checkpoint that readers hold now: the newest version's state.")
+@click.option("--new", type=DIRECTORY, required=True, help="The checkpoint to publish.")
 @click.option("--version", type=click.IntRange(min=1), help="Default: one more than the newest.")
-@click.option("--full", is_flag=True, help="Publish a full version: a new start for chains.")
+@click.option("--full", is_flag=True, help="Publish all of NEW with its side files: a new start for chains.")
 @click.option("--encoding", type=click.Choice(ENCODINGS), default="xor", show_default=True)
 @click.option("--checksum", type=click.Choice(ALGORITHMS), default="xxh3-128", show_default=True)
+@click.option("--post-write-hook", help="Import path of hook(version_dir), run after the shards and after the index.")
 @json_option
 def publish_command(
     source_dir: Path,
@@ -28,9 +34,36 @@ def publish_command(
     full: bool,
     encoding: str,
     checksum: str,
+    post_write_hook: str | None,
     as_json: bool,
 ) -> None:
-    """Publish the checkpoint NEW, as the difference to the checkpoint BASE or in full."""
+    """Publish the checkpoint NEW: as the difference to the checkpoint BASE, or in full."""
     if base is None and not full:
         raise click.UsageError("--base is needed for a delta; --full publishes without one")
-    raise NotImplementedError
+    published = list_versions(source_dir) if source_dir.exists() else []
+    report = publish_directories(
+        source_dir,
+        base_dir=base,
+        new_dir=new,
+        full=full,
+        version=version,
+        encoding=encoding,
+        checksum=checksum,
+        post_write_hook=post_write_hook,
+        resume=bool(published),
+        base_version=published[-1] if published else 0,
+    )
+    if as_json:
+        print_json({**dataclasses.asdict(report), "density": report.density})
+    else:
+        click.echo(_publish_text(report))
+
+
+def _publish_text(report: PublishReport) -> str:
+    kind = "in full" if report.kind == "full" else f"on version {report.base_version}"
+    text = (
+        f"version {report.version} {kind}: {report.tensors_changed} of {report.tensors_offered} tensors changed, "
+        f"{100 * report.density:.3g} % of bytes, {size_text(report.wire_bytes)} written "
+        f"in {report.seconds['total']:.2f} s"
+    )
+    return text + "".join(f"\nwarning: {warning}" for warning in report.warnings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from gpusync.cli.output import json_option
 
@@ -15,6 +16,9 @@ from gpusync.cli.output import json_option
 @json_option
 def demo_command(model_dir: Path | None, work_dir: Path | None, as_json: bool) -> None:
     """Train a small model, publish every step in three encodings, pull, verify, and compare with a full reload."""
-    from gpusync.demo.run import run_demo_command  # imports the trainer: half a second that other commands need not pay
+    from gpusync.demo.run import run_demo  # imports the trainer: time that other commands need not pay
 
-    run_demo_command(model_dir=model_dir, work_dir=work_dir, as_json=as_json)
+    out = Console(stderr=as_json)
+    result = run_demo(model_dir=model_dir, work_dir=work_dir, out=out)
+    if as_json:
+        click.echo(result.as_json())

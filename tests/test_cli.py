@@ -1,0 +1,220 @@
+"""The command line: what it prints, what it exits with, and that an error is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpusync.cli import main
+from support.checkpoints import State, Tensor, changed, read_state, small_state, write_checkpoint
+from support.slime import publish_delta, publish_full, version_dir
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def places(site) -> list[object]:
+    return ["--local-checkpoint-dir", site.local, "--base-dir", site.base, "--source-dir", site.source]
+
+
+@pytest.fixture
+def states(site) -> list[State]:
+    states = [site.state]
+    for version in range(1, 4):
+        states.append(changed(states[-1], version, names=["layer.0.weight", "step"]))
+        publish_delta(site.source, version, states[-2], states[-1])
+    return states
+
+
+def test_pull_to_the_newest_version(run, site, places, states) -> None:
+    code, out, err = run("pull", *places)
+    assert (code, err) == (0, "")
+    assert out.startswith("version 3: 2 tensors changed")
+    assert "seeded from base version 0" in out
+    assert site.local_state() == states[3]
+    assert run("pull", *places)[1] == "version 3: already there\n"
+
+
+def test_pull_tells_json(run, site, places, states) -> None:
+    code, out, _ = run("pull", *places, "--target-version", 2, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["target_version"], report["chain"], report["decoder"]) == (2, [1, 2], "host")
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "gpusync"])
+@pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
+def test_publish_two_directories_and_pull_them(run, site, places, encoding: str, checksum: str) -> None:
+    state, base = site.state, site.base
+    for version in (1, 2):
+        state = changed(state, version)
+        new = write_checkpoint(site.base.with_name(f"step{version}"), state)
+        code, out, err = run(
+            "publish", "--source-dir", site.source, "--base", base, "--new", new, "--encoding", encoding,
+            "--checksum", checksum, "--json",
+        )  # fmt: skip
+        assert (code, err) == (0, "")
+        report = json.loads(out)
+        assert (report["version"], report["base_version"], report["encoding"]) == (version, version - 1, encoding)
+        base = new
+    assert run("pull", *places)[0] == 0
+    assert site.local_state() == state
+
+
+def test_publish_in_full(run, site, places) -> None:
+    state = changed(site.state, 1)
+    new = write_checkpoint(site.base.with_name("new"), state, files={"tokenizer.json": "{}"})
+    code, out, _ = run("publish", "--source-dir", site.source, "--new", new, "--full")
+    assert code == 0
+    assert out.startswith("version 1 in full")
+    assert run("pull", *places)[0] == 0
+    assert site.local_state() == state
+    assert (site.local / "tokenizer.json").read_text() == "{}"
+
+
+def test_inspect_a_stream(run, site, states) -> None:
+    publish_full(site.source, 4, states[3])
+    code, out, _ = run("inspect", site.source, "--base-dir", site.base, "--json")
+    rows = json.loads(out)["versions"]
+    assert code == 0
+    assert [(row["version"], row["kind"], row["base"], row["encoding"]) for row in rows] == [
+        (1, "delta", 0, "xor"),
+        (2, "delta", 1, "xor"),
+        (3, "delta", 2, "xor"),
+        (4, "full", None, None),
+    ]
+    assert [row["tensors"] for row in rows] == [2, 2, 2, len(site.state)]
+    assert all(0 < row["% of checkpoint"] < 1 for row in rows[:3])
+    table = run("inspect", site.source)[1]
+    assert "weight" not in table.splitlines()[3]
+    assert "delta" in table
+
+
+def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) -> None:
+    (version_dir(site.source, 2) / "model.safetensors.index.json").write_text("{")
+    code, out, err = run("inspect", site.source, "--json")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert ["error" in row for row in json.loads(out)["versions"]] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "form"), [("xor", "xor"), ("overwrite", "overwrite"), ("gpusync", "GF01 "), (None, "BF16[64, 48]")]
+)
+def test_inspect_a_version_by_tensor(run, site, encoding: str | None, form: str) -> None:
+    new = write_checkpoint(site.base.with_name("new"), changed(site.state, 1))
+    how = ["--full"] if encoding is None else ["--base", site.base, "--encoding", encoding]
+    run("publish", "--source-dir", site.source, "--new", new, *how)
+    code, out, _ = run("inspect", version_dir(site.source, 1), "--json")
+    rows = {row["tensor"]: row for row in json.loads(out)["tensors"]}
+    assert code == 0
+    assert rows["layer.0.weight"]["form"].startswith(form)
+    if encoding != "overwrite":
+        assert rows["layer.0.weight"]["tensor size"] == 64 * 48 * 2
+
+
+def test_plan(run, site, places, states) -> None:
+    run("pull", *places, "--target-version", 1)
+    code, out, _ = run("plan", *places)
+    assert code == 0
+    assert out == "target 3: start from the local checkpoint 1 (continues the store), apply 2, 3\n"
+
+
+def test_verify(run, site, places, states) -> None:
+    run("pull", *places)
+    code, out, _ = run("verify", site.local)
+    assert (code, out.split(",")[0]) == (0, f"version 3: {len(site.state)} tensors")
+    path = site.local / "model-00001-of-00002.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    code, _, err = run("verify", site.local)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "is not version 3" in err
+
+
+def test_an_error_is_one_line_whatever_the_names_hold(run, site, places) -> None:
+    name = "evil\n\x1b[31mversion 9: all is well\u202e"
+    state = {**site.state, name: small_state()["step"]}
+    publish_delta(site.source, 1, state, changed(state, 1, names=[name]))
+    code, out, err = run("pull", *places)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "\x1b" not in err
+    assert "evil\\n" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pull"],
+        ["pull", "--target-version", "-3"],
+        ["pull", "--target-version", "newest"],
+        ["frobnicate"],
+        ["publish", "--source-dir", "x", "--new", "y"],
+        ["publish", "--source-dir", "x", "--base", "y", "--new", "z", "--encoding", "gzip"],
+    ],
+)
+def test_wrong_usage_exits_with_2(run, arguments: list[str]) -> None:
+    assert run(*arguments)[0] == 2
+
+
+def test_a_source_that_is_not_there(run, tmp_path: Path) -> None:
+    code, _, err = run(
+        "pull", "--local-checkpoint-dir", tmp_path / "l", "--base-dir", tmp_path / "b", "--source-dir", tmp_path / "s"
+    )
+    assert (code, err.count("\n")) == (1, 1)
+    assert str(tmp_path / "s") in err
+
+
+def test_doctor_looks_at_directories(run, site, places, states) -> None:
+    run("pull", *places)
+    code, out, _ = run("doctor", "--local-checkpoint-dir", site.local, "--source-dir", site.source, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["local checkpoint"]["version"] == "3"
+    assert told["packages"]["numpy"][0].isdigit()
+
+
+def test_as_a_module_and_into_a_closed_pipe(site, states) -> None:
+    command = [sys.executable, "-m", "gpusync", "inspect", str(site.source)]
+    done = subprocess.run(f"{' '.join(command)} | true", shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_a_progress_bar_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch, site, states) -> None:
+    from gpusync.cli import output
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(output, "SHOW_AFTER_S", 0.0)
+    with output.progress_bar("pulling") as progress:
+        site.pull(3, progress=progress)
+    monkeypatch.delenv("FORCE_COLOR")
+    with output.progress_bar("pulling") as progress:
+        assert progress(1, 2) is None
+
+
+def test_pulled_files_open_with_plain_safetensors(run, site, places, states) -> None:
+    from safetensors import safe_open
+
+    run("pull", *places)
+    names = set()
+    for path in site.local.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            names |= set(file.keys())
+    assert names == set(states[3])
+    assert isinstance(read_state(site.local)["step"], Tensor)

@@ -162,7 +162,9 @@ def test_ranges_that_do_not_tile_the_file(draft, refused: Refused, ranges, tenso
     refused(HeaderError, path=draft.directory / FIRST, tensor=tensor, text=text)
 
 
-@pytest.mark.parametrize("ranges", [[(13, 33), (0, 13)], [(0, 33), (33, 33)], [(33, 33), (0, 33)], [(0, 0), (0, 33)]])
+@pytest.mark.parametrize(
+    "ranges", [[(13, 33), (0, 13)], [(0, 33), (33, 33)], [(33, 33), (0, 33)], [(0, 0), (0, 33)], [(0, 33), (0, 0)]]
+)
 def test_ranges_may_stand_in_any_order_and_be_empty(draft, ranges) -> None:
     for name, (begin, end) in zip(("a.weight", "b.weight"), ranges, strict=True):
         draft.headers[FIRST][name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}

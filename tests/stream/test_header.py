@@ -139,3 +139,13 @@ def test_writer_refuses_what_no_reader_takes(names: list[str]) -> None:
 def test_keys_of_a_newer_format_are_left_alone() -> None:
     text = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"strides":[1]}}   '
     assert parse_header(text).tensors["w"].offset == 8 + len(text)
+
+
+def test_number_of_dimensions_is_bounded() -> None:
+    def spec(rank: int) -> TensorSpec:
+        return TensorSpec(name="w", dtype="U8", shape=(1,) * rank, nbytes=1)
+
+    assert len(parse_header(encode_header([spec(64)], {})[8:]).tensors["w"].shape) == 64
+    with pytest.raises(HeaderError) as caught:
+        encode_header([spec(65)], {})
+    assert (caught.value.tensor, caught.value.expected, caught.value.found) == ("w", 64, 65)

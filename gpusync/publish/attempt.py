@@ -97,8 +97,13 @@ class Attempt:
         def look() -> tuple[Target, tuple[str, ...], list[str] | None]:
             if self._target.version <= self._target.base_version:
                 raise PublishError(
-                    "versions only go up", expected=f"above {self._target.base_version}", found=self._target.version
+                    "versions only go up",
+                    where=self._where,
+                    expected=f"above {self._target.base_version}",
+                    found=self._target.version,
                 )
+            if not (self._target.is_full or self._snapshot.keeps or self._snapshot.names):
+                raise PublishError("without base_dir there is nothing to make a delta against", where=self._where)
             opened.append(named_tensors := open_source(source))
             # On every rank, because the next step removes files: never those of a published version.
             if os.path.lexists(self._directory / INDEX_NAME):
@@ -281,8 +286,8 @@ class Attempt:
             remove_file(path)
         if self._shards is not None:
             self._shards.remove()
-            with suppress(OSError):
-                self._directory.rmdir()
+        with suppress(OSError):
+            self._directory.rmdir()
 
     def _advance(self, manifests: Sequence[Manifest], written: Sequence[Written]) -> None:
         self._snapshot.advance(

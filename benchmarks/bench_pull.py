@@ -140,7 +140,7 @@ def _report(stream: Stream, pulls: list[Pull], floor: dict[str, Timing], reload:
         f"{stream.elements_changed / stream.elements:.2%} of the elements changed; the version is {wire_bytes:,} bytes,"
         f" {wire_bytes / nbytes:.2%} of the checkpoint's {nbytes:,}",
         f"anonymous memory of the pulling process: {anonymous_bytes / 1e6:.0f} MB at most "
-        + _judged(anonymous_bytes, MAX_ANONYMOUS_BYTES, f"at most {MAX_ANONYMOUS_BYTES // 10**6} MB"),
+        + _judged(anonymous_bytes, MAX_ANONYMOUS_BYTES, f"at most {MAX_ANONYMOUS_BYTES // 10**6} MB", stream),
         "every pulled state was equal to the published one, bit for bit",
     ]
     if floor:
@@ -148,7 +148,9 @@ def _report(stream: Stream, pulls: list[Pull], floor: dict[str, Timing], reload:
         rows.append(_row("floor: the sum", floor_s, sum(timing.cpu_s for timing in floor.values()), nbytes))
         ratio = wall_s / floor_s
         notes.insert(
-            0, f"pull over floor: {ratio:.2f} " + _judged(ratio, MAX_WALL_OVER_FLOOR, f"at most {MAX_WALL_OVER_FLOOR}")
+            0,
+            f"pull over floor: {ratio:.2f} "
+            + _judged(ratio, MAX_WALL_OVER_FLOOR, f"at most {MAX_WALL_OVER_FLOOR}", stream),
         )
     rows += [
         _row("pull", wall_s, cpu_s, nbytes) | {"anonymous MB": anonymous_bytes // 10**6},
@@ -166,7 +168,9 @@ def _row(part: str, wall_s: float, cpu_s: float, nbytes: int) -> dict[str, objec
     return {"part": part, "wall s": wall_s, "CPU s": cpu_s, "GB/s": nbytes / wall_s / 1e9 if wall_s else None}
 
 
-def _judged(found: float, limit: float, target: str) -> str:
+def _judged(found: float, limit: float, target: str, stream: Stream) -> str:
+    if stream.settings.nbytes < SIZES["1GB"]:
+        return f"(target from 1 GB on: {target})"
     return f"(target: {target}; {'met' if found <= limit else 'MISSED'})"
 
 

@@ -117,7 +117,7 @@ def gpu() -> str | None:
 
 def print_machine(facts: dict[str, str], out: Console) -> None:
     for name, fact in facts.items():
-        out.print(f"[bold]{name:>10}[/bold]  {fact}", highlight=False)
+        out.print(f"[bold]{name:>10}[/bold]  {fact}", highlight=False, soft_wrap=True)
     if facts["GPU"] == "none":
         out.print(Panel(NO_DEVICE, expand=False, style="yellow"))
 
@@ -131,7 +131,7 @@ def print_report(report: Report, out: Console) -> None:
         table.add_row(*(_cell(row.get(column)) for column in report.columns))
     out.print(table)
     for note in report.notes:
-        out.print(note, highlight=False)
+        out.print(note, highlight=False, soft_wrap=True)
 
 
 def emit(reports: Sequence[Report], *, directory: Path, as_json: bool, as_csv: bool) -> None:

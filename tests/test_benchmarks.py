@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from gpusync.demo.checkpoints import check_equal
 from gpusync.errors import DigestMismatchError
 from gpusync.stream import OpenFiles, read_checkpoint
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +141,15 @@ def test_the_memory_of_a_watched_command_is_what_it_held(tmp_path):
 
 
 def _run(script: str, *options: str) -> str:
+    # The checkout need not be installed; the benchmark's own child processes inherit the path.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options], capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, str(BENCHMARKS / script), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

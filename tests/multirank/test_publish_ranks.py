@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from gpusync import pull
+from gpusync.errors import VersionMissingError
 from gpusync.stream import SourceFile, read_header, read_version
 from support.checkpoints import State, changed, read_state, small_state, write_checkpoint
 from support.receiver import receive
@@ -155,8 +157,6 @@ def test_a_rank_that_fails_does_not_leave_the_others_in_its_iterator(played):
 
 
 def test_a_tensor_may_move_from_rank_to_rank(played, tmp_path):
-    from gpusync import pull
-
     for version, outcomes in enumerate(played.steps("a_tensor_moves_to_another_rank"), start=1):
         assert is_published(outcomes, version)
     source = played.place / "a_tensor_moves_to_another_rank"
@@ -185,6 +185,16 @@ def test_a_wrong_setting_on_one_rank_stops_all(played):
     assert [outcome["error"] for outcome in outcomes] == [
         "PublishError" if rank == 1 else "PeerFailedError" for rank in range(played.size)
     ]
+
+
+def test_survivors_of_a_rank_that_died_are_told_and_leave_nothing(played):
+    assert not (played.place / f"a_rank_dies.{played.size - 1}.json").exists()
+    for rank in range(played.size - 1):
+        seen = json.loads((played.place / f"a_rank_dies.{rank}.json").read_text())
+        assert (seen["error"], seen["left"], seen["version"]) == ("GroupFailedError", [], 0)
+        assert "a rank may be gone" in seen["text"]
+    with pytest.raises(VersionMissingError):
+        read_version(played.place / "a_rank_dies", 1)
 
 
 def test_nothing_takes_long(played):

@@ -7,16 +7,12 @@ the files before the first byte of them changes; after that the move is finished
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpusync.errors import DigestMismatchError, MirrorError, MissingLinkError, VersionMissingError, Where
 from gpusync.hooks import Hook, load_hook, run_hook
-from gpusync.mirror import io, journal, state
-from gpusync.mirror.change import TensorChange, pending_changes
-from gpusync.mirror.fold import own_files, prepare_fold
-from gpusync.mirror.journal import Journal
+from gpusync.mirror import io, state
 from gpusync.mirror.local import (
     LocalDirectory,
     checkpoint_identity,
@@ -25,16 +21,14 @@ from gpusync.mirror.local import (
     resolve_local_directory,
 )
 from gpusync.mirror.lock import local_lock
-from gpusync.mirror.seed import find_side_files, prepare_seed
-from gpusync.mirror.state import MirrorState
+from gpusync.mirror.move import Move, carry_out
 from gpusync.mirror.verify import find_damage
 from gpusync.plan import Link, Plan, plan_pull
-from gpusync.progress import Progress, counter
+from gpusync.progress import Progress
 from gpusync.report import PullReport, Stopwatch
 from gpusync.stream import (
     Checkpoint,
     OpenFiles,
-    PublishedVersion,
     VersionIndex,
     check_against,
     compare_duplicates,
@@ -67,20 +61,6 @@ class _Job:
     @property
     def control(self) -> Path:
         return self.local / state.CONTROL_DIRECTORY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """A plan and what it needs, read and validated. `start` is the checkpoint the deltas are applied to."""
-
-    plan: Plan
-    start: Checkpoint
-    indexes: Mapping[int, VersionIndex]
-    versions: Sequence[PublishedVersion]
-
-    @property
-    def changes(self) -> dict[str, TensorChange]:
-        return pending_changes(self.start.tensors, self.versions)
 
 
 def pull(
@@ -165,26 +145,15 @@ def plan(
 
 def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
     """Plan, validate, prepare, commit. Nothing that is prepared survives an error."""
-    work = wait_until_visible(
+    move = wait_until_visible(
         lambda: _look(job, local),
         refresh=lambda: _refresh(job),
         timeout_s=job.visibility_timeout_s if job.target > 0 else 0.0,
     )
     watch.lap("validate")
-    if work.plan.is_nothing:
-        return _report_nothing(job, work.plan, watch)
-    try:
-        with OpenFiles() as sources:
-            prepare = _prepare_seed if work.plan.reseeds else _prepare_fold
-            decided, report = prepare(job, local, work, sources)
-    except BaseException:
-        journal.discard(job.local)
-        raise
-    watch.lap("prepare")
-    journal.commit(job.local, decided)
-    journal.finish(job.local, decided, workers=job.workers)
-    watch.lap("commit")
-    report = replace(report, seconds=watch.seconds)
+    if move.plan.is_nothing:
+        return _report_nothing(job, move.plan, watch)
+    report = carry_out(local, move, workers=job.workers, watch=watch, copy_code=job.copy_code, progress=job.progress)
     io.write_durably(job.control / LAST_REPORT_FILE, report.as_json().encode())
     return report
 
@@ -195,7 +164,7 @@ def _refresh(job: _Job) -> None:
         run_hook(job.hook, os.fspath(job.source_dir), job.target, what="the pre-read hook", where=where)
 
 
-def _look(job: _Job, local: LocalDirectory) -> _Work:
+def _look(job: _Job, local: LocalDirectory) -> Move:
     """Plan, then read and validate every version that the plan needs. No file stays open."""
     indexes: dict[int, VersionIndex] = {}
     missing: dict[int, VersionMissingError] = {}
@@ -215,110 +184,40 @@ def _look(job: _Job, local: LocalDirectory) -> _Work:
         raise
     except VersionMissingError as error:
         raise missing[job.target] from error  # says which file of the target is missing
-    plan = _spare_base(job, local, plan)
-    start = _start_of(job, local, plan)
+    base = None
+    if plan.reseeds:
+        base = read_checkpoint(job.base_dir, follow_links=True, where=Where(path=job.base_dir, version=0))
+        plan = _spare_base(local, plan, base)
+    start = _start_of(job, local, plan, base)
     versions = [read_version(job.source_dir, version) for version in plan.chain]
     with OpenFiles() as files:
         for version in versions:
             check_against(version, start.tensors)
             compare_duplicates(version, files)
-    needed = {*plan.chain, plan.seed_version}
-    return _Work(plan=plan, start=start, versions=versions, indexes={v: indexes[v] for v in needed if v in indexes})
+    through = {version: indexes[version] for version in (*plan.chain, plan.seed_version) if version in indexes}
+    return Move(plan=plan, start=start, versions=versions, indexes=through, base=base)
 
 
-def _spare_base(job: _Job, local: LocalDirectory, plan: Plan) -> Plan:
+def _spare_base(local: LocalDirectory, plan: Plan, base: Checkpoint) -> Plan:
     """Version 0 is not copied again over an untouched copy of the same base."""
-    untouched = local.distrust is None and local.state is not None and local.state.version == 0
-    if plan.target != 0 or not untouched or local.state is None:
+    if plan.target != 0 or local.distrust is not None or local.state is None or local.state.version != 0:
         return plan
-    base = read_checkpoint(job.base_dir, follow_links=True)
     if checkpoint_identity(base) != local.state.base_identity:
         return plan
     return Plan(target=0, seed="store", seed_version=0, chain=(), reason="already at the base")
 
 
-def _start_of(job: _Job, local: LocalDirectory, plan: Plan) -> Checkpoint:
+def _start_of(job: _Job, local: LocalDirectory, plan: Plan, base: Checkpoint | None) -> Checkpoint:
     if plan.seed == "full":
         full = read_version(job.source_dir, plan.seed_version)
         return Checkpoint(
             directory=full.path, tensors=full.tensors, headers=full.headers, index=full.index, follow_links=False
         )
-    if plan.seed == "base":
-        return read_checkpoint(job.base_dir, follow_links=True, where=Where(path=job.base_dir, version=0))
+    if plan.seed == "base" and base is not None:
+        return base
     if local.checkpoint is None:
         raise MirrorError("the local checkpoint has a version but no tensors", path=job.local)
     return local.checkpoint
-
-
-def _prepare_fold(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFiles) -> tuple[Journal, PullReport]:
-    changes = work.changes
-    prepared = prepare_fold(
-        work.start,
-        changes,
-        control=job.control,
-        sources=sources,
-        workers=job.workers,
-        progress=counter(job.progress, sum(change.base.nbytes for change in changes.values())),
-    )
-    own_files(job.local, prepared.files, control=job.control)
-    decided = Journal(
-        state=_state_after(local, work),
-        managed=local.managed,
-        checksums=prepared.checksums,
-        files=prepared.files,
-        spools=prepared.spools,
-    )
-    report = _report(local, work, changes)
-    return decided, replace(
-        report, elements_changed=prepared.elements_changed, spool_bytes=sum(prepared.spools.values())
-    )
-
-
-def _prepare_seed(job: _Job, local: LocalDirectory, work: _Work, sources: OpenFiles) -> tuple[Journal, PullReport]:
-    changes = work.changes
-    side_files = find_side_files(job.base_dir, with_code=True, follow_links=True)
-    if work.plan.seed == "full":
-        side_files |= find_side_files(work.start.directory, with_code=job.copy_code, follow_links=False)
-    prepared = prepare_seed(
-        work.start,
-        changes,
-        control=job.control,
-        side_files=side_files,
-        sources=sources,
-        workers=job.workers,
-        progress=counter(job.progress, sum(tensor.nbytes for tensor in work.start.tensors.values())),
-    )
-    decided = Journal(
-        state=_state_after(local, work, base=read_checkpoint(job.base_dir, follow_links=True)),
-        managed=prepared.install,
-        checksums=prepared.checksums,
-        install=prepared.install,
-        remove=tuple(name for name in local.managed if name not in prepared.install),
-    )
-    report = _report(local, work, changes)
-    return decided, replace(
-        report,
-        elements_changed=None,
-        tensor_bytes=sum(tensor.nbytes for tensor in work.start.tensors.values()),
-        unverified_tensors=prepared.unverified_tensors,
-    )
-
-
-def _state_after(local: LocalDirectory, work: _Work, *, base: Checkpoint | None = None) -> MirrorState:
-    """The state once the plan is carried out. A reseed forgets the stream it came from."""
-    digests = {version: index.digest for version, index in work.indexes.items()}
-    newest = work.indexes.get(work.plan.target)
-    before = None if work.plan.reseeds else local.state
-    stream_id = None if newest is None else newest.stream_id
-    if before is None:
-        identity = None if base is None else checkpoint_identity(base)
-        return MirrorState(version=work.plan.target, stream_id=stream_id, index_digests=digests, base_identity=identity)
-    return MirrorState(
-        version=work.plan.target,
-        stream_id=stream_id or before.stream_id,
-        index_digests={**before.index_digests, **digests},
-        base_identity=before.base_identity,
-    )
 
 
 def _find_own_fault(job: _Job, local: LocalDirectory, error: DigestMismatchError) -> str | None:
@@ -331,23 +230,6 @@ def _find_own_fault(job: _Job, local: LocalDirectory, error: DigestMismatchError
         return None
     with OpenFiles() as files:
         return find_damage(checkpoint, [checkpoint.tensors[tensor]], checksums, files=files, workers=1)
-
-
-def _report(local: LocalDirectory, work: _Work, changes: Mapping[str, TensorChange]) -> PullReport:
-    wire = sum(payload.nbytes for version in work.versions for payload in version.tensors.values())
-    if work.plan.seed == "full":
-        wire += sum(tensor.nbytes for tensor in work.start.tensors.values())
-    return PullReport(
-        target_version=work.plan.target,
-        version_before=local.applied.version,
-        seed=work.plan.seed,
-        seed_version=work.plan.seed_version,
-        chain=work.plan.chain,
-        reason=work.plan.reason if local.distrust is None else local.distrust,
-        tensors_changed=len(changes),
-        tensor_bytes=sum(change.base.nbytes for change in changes.values()),
-        wire_bytes=wire,
-    )
 
 
 def _report_nothing(job: _Job, plan: Plan, watch: Stopwatch) -> PullReport:

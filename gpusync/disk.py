@@ -10,33 +10,23 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpusync.errors import DigestMismatchError, MirrorError, MissingLinkError, VersionMissingError, Where
+from gpusync.errors import DigestMismatchError, Where
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import io, state
 from gpusync.mirror.local import (
     LocalDirectory,
-    checkpoint_identity,
     examine_local_directory,
     open_local_directory,
     resolve_local_directory,
 )
 from gpusync.mirror.lock import local_lock
-from gpusync.mirror.move import Move, carry_out
+from gpusync.mirror.look import Sources, look
+from gpusync.mirror.move import carry_out
 from gpusync.mirror.verify import find_damage
-from gpusync.plan import Link, Plan, plan_pull
+from gpusync.plan import Plan
 from gpusync.progress import Progress
 from gpusync.report import PullReport, Stopwatch
-from gpusync.stream import (
-    Checkpoint,
-    OpenFiles,
-    VersionIndex,
-    check_against,
-    compare_duplicates,
-    read_checkpoint,
-    read_index,
-    read_version,
-    wait_until_visible,
-)
+from gpusync.stream import OpenFiles, wait_until_visible
 
 LAST_REPORT_FILE = "last_report.json"
 DEFAULT_LOCK_TIMEOUT_S = 600.0
@@ -48,8 +38,7 @@ class _Job:
     """The arguments of one call, settled."""
 
     local: Path
-    base_dir: Path
-    source_dir: Path
+    sources: Sources
     target: int
     hook: Hook | None
     visibility_timeout_s: float
@@ -93,8 +82,7 @@ def pull(
         local=resolve_local_directory(
             Path(local_checkpoint_dir), apart_from={"base directory": base, "source directory": source}
         ),
-        base_dir=base,
-        source_dir=source,
+        sources=Sources(source_dir=source, base_dir=base),
         target=target_version,
         hook=load_hook(pre_read_hook, what="pre-read hook"),
         visibility_timeout_s=visibility_timeout,
@@ -126,27 +114,17 @@ def plan(
     allow_rewind: bool = False,
 ) -> Plan:
     """What `pull` would do now. Reads, validates as `pull` does before it decodes, and changes nothing."""
-    job = _Job(
-        local=Path(local_checkpoint_dir).resolve(),
-        base_dir=Path(base_dir),
-        source_dir=Path(source_dir),
-        target=target_version,
-        hook=None,
-        visibility_timeout_s=0.0,
-        allow_rewind=allow_rewind,
-        copy_code=False,
-        workers=1,
-        progress=None,
-    )
-    local = examine_local_directory(job.local, known=state.read_state(job.control), workers=1)
-    found = _look(job, local).plan
+    path = Path(local_checkpoint_dir).resolve()
+    local = examine_local_directory(path, known=state.read_state(path / state.CONTROL_DIRECTORY), workers=1)
+    sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
+    found = look(sources, local, target=target_version, allow_rewind=allow_rewind).plan
     return found if local.distrust is None else replace(found, reason=local.distrust)
 
 
 def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
-    """Plan, validate, prepare, commit. Nothing that is prepared survives an error."""
+    """Plan, validate, prepare, commit."""
     move = wait_until_visible(
-        lambda: _look(job, local),
+        lambda: look(job.sources, local, target=job.target, allow_rewind=job.allow_rewind),
         refresh=lambda: _refresh(job),
         timeout_s=job.visibility_timeout_s if job.target > 0 else 0.0,
     )
@@ -160,64 +138,9 @@ def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
 
 def _refresh(job: _Job) -> None:
     if job.target > 0:
-        where = Where(path=job.source_dir, version=job.target)
-        run_hook(job.hook, os.fspath(job.source_dir), job.target, what="the pre-read hook", where=where)
-
-
-def _look(job: _Job, local: LocalDirectory) -> Move:
-    """Plan, then read and validate every version that the plan needs. No file stays open."""
-    indexes: dict[int, VersionIndex] = {}
-    missing: dict[int, VersionMissingError] = {}
-
-    def lookup(version: int) -> Link | None:
-        try:
-            index = indexes[version] = read_index(job.source_dir, version)
-        except VersionMissingError as error:
-            missing[version] = error
-            return None
-        base = index.base_version if index.is_delta else None
-        return Link(version=version, base_version=base, digest=index.digest, stream_id=index.stream_id)
-
-    try:
-        plan = plan_pull(applied=local.applied, target=job.target, lookup=lookup, allow_rewind=job.allow_rewind)
-    except MissingLinkError:
-        raise
-    except VersionMissingError as error:
-        raise missing[job.target] from error  # says which file of the target is missing
-    base = None
-    if plan.reseeds:
-        base = read_checkpoint(job.base_dir, follow_links=True, where=Where(path=job.base_dir, version=0))
-        plan = _spare_base(local, plan, base)
-    start = _start_of(job, local, plan, base)
-    versions = [read_version(job.source_dir, version) for version in plan.chain]
-    with OpenFiles() as files:
-        for version in versions:
-            check_against(version, start.tensors)
-            compare_duplicates(version, files)
-    through = {version: indexes[version] for version in (*plan.chain, plan.seed_version) if version in indexes}
-    return Move(plan=plan, start=start, versions=versions, indexes=through, base=base)
-
-
-def _spare_base(local: LocalDirectory, plan: Plan, base: Checkpoint) -> Plan:
-    """Version 0 is not copied again over an untouched copy of the same base."""
-    if plan.target != 0 or local.distrust is not None or local.state is None or local.state.version != 0:
-        return plan
-    if checkpoint_identity(base) != local.state.base_identity:
-        return plan
-    return Plan(target=0, seed="store", seed_version=0, chain=(), reason="already at the base")
-
-
-def _start_of(job: _Job, local: LocalDirectory, plan: Plan, base: Checkpoint | None) -> Checkpoint:
-    if plan.seed == "full":
-        full = read_version(job.source_dir, plan.seed_version)
-        return Checkpoint(
-            directory=full.path, tensors=full.tensors, headers=full.headers, index=full.index, follow_links=False
-        )
-    if plan.seed == "base" and base is not None:
-        return base
-    if local.checkpoint is None:
-        raise MirrorError("the local checkpoint has a version but no tensors", path=job.local)
-    return local.checkpoint
+        source_dir = job.sources.source_dir
+        where = Where(path=source_dir, version=job.target)
+        run_hook(job.hook, os.fspath(source_dir), job.target, what="the pre-read hook", where=where)
 
 
 def _find_own_fault(job: _Job, local: LocalDirectory, error: DigestMismatchError) -> str | None:

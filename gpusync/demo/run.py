@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +29,11 @@ from gpusync.publish import CheckpointTensors, Publisher
 from gpusync.stream import element_bytes, read_checkpoint, version_path
 
 ENCODINGS = ("xor", "overwrite", "gpusync")
+
+_HOW_TO_READ = (
+    "pull: from the stream into the checkpoint on this host's disk, verified, in place, durable. full reload: every "
+    "tensor of that checkpoint read once with safetensors, from the page cache, by an engine that does nothing else."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +98,9 @@ def run_demo(
         seconds=time.perf_counter() - began,
     )
     out.print(_table(result))
+    out.print(_HOW_TO_READ)
     out.print("Every tensor of every pull equals the trainer's, bit for bit.", style="green")
     return result
-
-
-def run_demo_command(*, model_dir: Path | None, work_dir: Path | None, as_json: bool) -> None:
-    """`run_demo` for the command line: a table on the terminal, or one JSON object and nothing else."""
-    result = run_demo(model_dir=model_dir, work_dir=work_dir, out=Console(quiet=as_json))
-    if as_json:
-        click.echo(result.as_json())
 
 
 @contextlib.contextmanager
@@ -134,6 +133,8 @@ def _run_syncs(trainer: Trainer, base_dir: Path, work: Path, *, steps: int, out:
             loss = trainer.step()
             trained_dir = work / "trainer" / f"step_{sync:03d}"
             write_checkpoint(trained_dir, trainer.export())
+        if loss is not None:
+            out.print(f"step {sync}: loss {loss:.3f}")
         for path in paths:
             with out.status(f"sync {sync}: {path.encoding}"):
                 rows.append(path.sync(sync, trained_dir, loss=loss))
@@ -185,16 +186,14 @@ class _Path:
 
 
 def _table(result: DemoResult) -> Table:
-    table = Table(title="weight sync, one optimizer step each")
-    table.add_column("sync")
-    table.add_column("encoding")
-    for heading in ("elements changed", "wire bytes", "of checkpoint", "publish", "pull", "full reload"):
-        table.add_column(heading, justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{len(ENCODINGS)} encodings of the same optimizer steps")
+    table.add_column("sync", no_wrap=True)
+    table.add_column("encoding", no_wrap=True)
+    for heading in ("elements\nchanged", "wire\nbytes", "of check-\npoint", "publish", "pull", "full\nreload"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in result.rows:
-        first = row.encoding == ENCODINGS[0]
-        loss = "" if row.loss is None else f"  loss {row.loss:.2f}"
         table.add_row(
-            f"{row.sync}{loss}" if first else "",
+            str(row.sync) if row.encoding == ENCODINGS[0] else "",
             row.encoding,
             f"{row.elements_changed / result.elements:.2%}",
             f"{row.wire_bytes:,}",

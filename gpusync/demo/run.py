@@ -186,7 +186,12 @@ class _Path:
 
 
 def _table(result: DemoResult) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{len(ENCODINGS)} encodings of the same optimizer steps")
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        title=f"{len(ENCODINGS)} encodings of the same optimizer steps",
+    )
     table.add_column("sync", no_wrap=True)
     table.add_column("encoding", no_wrap=True)
     for heading in ("elements\nchanged", "wire\nbytes", "of check-\npoint", "publish", "pull", "full\nreload"):

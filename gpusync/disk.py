@@ -16,17 +16,18 @@ from gpusync.mirror import io, state
 from gpusync.mirror.local import (
     LocalDirectory,
     examine_local_directory,
+    find_own_fault,
     open_local_directory,
     resolve_local_directory,
 )
 from gpusync.mirror.lock import local_lock
 from gpusync.mirror.look import Sources, look
 from gpusync.mirror.move import carry_out
-from gpusync.mirror.verify import find_damage
+from gpusync.mirror.pending import fold_pending, wait_for_holders
 from gpusync.plan import Plan
 from gpusync.progress import Progress
 from gpusync.report import PullReport, Stopwatch
-from gpusync.stream import OpenFiles, wait_until_visible
+from gpusync.stream import wait_until_visible
 
 LAST_REPORT_FILE = "last_report.json"
 DEFAULT_LOCK_TIMEOUT_S = 600.0
@@ -94,12 +95,14 @@ def pull(
     watch = Stopwatch()
     with local_lock(job.control, timeout_s=lock_timeout):
         watch.lap("lock")
+        wait_for_holders(job.local, timeout_s=lock_timeout)
         local = open_local_directory(job.local, workers=job.workers)
+        local = fold_pending(local, sources=job.sources, below=None, workers=job.workers)
         watch.lap("open")
         try:
             return _move(job, local, watch)
         except DigestMismatchError as error:
-            damage = _find_own_fault(job, local, error)
+            damage = find_own_fault(local, error)
             if damage is None:
                 raise
             return _move(job, replace(local, distrust=damage), watch)
@@ -141,18 +144,6 @@ def _refresh(job: _Job) -> None:
         source_dir = job.sources.source_dir
         where = Where(path=source_dir, version=job.target)
         run_hook(job.hook, os.fspath(source_dir), job.target, what="the pre-read hook", where=where)
-
-
-def _find_own_fault(job: _Job, local: LocalDirectory, error: DigestMismatchError) -> str | None:
-    """After a digest mismatch: the local tensor's damage, if it was that and not the stream that is wrong."""
-    checkpoint, tensor = local.checkpoint, error.tensor
-    if local.distrust is not None or checkpoint is None or tensor not in checkpoint.tensors:
-        return None
-    checksums = state.read_checksums(job.control)
-    if tensor not in checksums:
-        return None
-    with OpenFiles() as files:
-        return find_damage(checkpoint, [checkpoint.tensors[tensor]], checksums, files=files, workers=1)
 
 
 def _report_nothing(job: _Job, plan: Plan, watch: Stopwatch) -> PullReport:

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -166,12 +166,17 @@ def unlink(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory of ours with everything in it; its absence is fine. Links are removed, not followed."""
+    """Remove a directory of ours with everything in it; its absence is fine, and so is company while removing it.
+
+    Links are removed, not followed.
+    """
     with _step("rmtree", path):
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
+        while os.path.lexists(path):
+            with suppress(FileNotFoundError):
+                if path.is_symlink() or path.is_file():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
 
 
 def fsync_directory(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Before `.weight_sync/journal.json` exists nothing that it names has been touched, and everything it needs (redo spools,
 files to install) is complete and synced. From then on the move is finished, now or at the next open, whatever happens:
-every step is idempotent. The file names what to install from `incoming/`, what to remove, which spools to scatter into
+every step is idempotent. The file names what to install and from where, what to remove, which spools to scatter into
 which files, and the state and checksums that hold afterwards.
 """
 
@@ -30,15 +30,16 @@ INCOMING_DIRECTORY = "incoming"
 class Journal:
     """A decided move. `state.files` is filled in when the move is finished, from the files as they are then.
 
-    `install`: names to move from `incoming/` into the directory. `remove`: managed names that are not part of the new
-    version. `files`: names that spool records count in; `spools`: spool name to length. `checksums`: all of them when
-    `install` replaces the checkpoint, the changed ones otherwise.
+    `install`: names to move into the directory from `install_from`, a path below `.weight_sync`. `remove`: managed
+    names that are not part of the new version. `files`: names that spool records count in; `spools`: spool name to
+    length. `checksums`: all of them when `install` replaces the checkpoint, the changed ones otherwise.
     """
 
     state: MirrorState
     managed: Sequence[str]
     checksums: Mapping[str, Checksum]
     install: Sequence[str] = ()
+    install_from: str = INCOMING_DIRECTORY
     remove: Sequence[str] = ()
     files: Sequence[str] = ()
     spools: Mapping[str, int] = field(default_factory=dict)
@@ -51,6 +52,7 @@ def commit(directory: Path, journal: Journal) -> None:
         "managed": list(journal.managed),
         "checksums": state.encode_checksums(journal.checksums),
         "install": list(journal.install),
+        "install_from": journal.install_from,
         "remove": list(journal.remove),
         "files": list(journal.files),
         "spools": dict(journal.spools),
@@ -113,6 +115,7 @@ def _read_journal(path: Path) -> Journal:
             managed=told["managed"],
             checksums=state.decode_checksums(told["checksums"]),
             install=told["install"],
+            install_from=told["install_from"],
             remove=told["remove"],
             files=told["files"],
             spools=told["spools"],
@@ -122,7 +125,7 @@ def _read_journal(path: Path) -> Journal:
 
 
 def _install(directory: Path, journal: Journal) -> None:
-    incoming = directory / state.CONTROL_DIRECTORY / INCOMING_DIRECTORY
+    incoming = directory / state.CONTROL_DIRECTORY / journal.install_from
     for name in journal.install:
         if (incoming / name).exists():
             io.rename(incoming / name, directory / name)

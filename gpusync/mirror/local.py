@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from gpusync.errors import GpusyncError, MirrorError, Where
+from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, Where
 from gpusync.mirror import journal, state
 from gpusync.mirror.state import MirrorState
 from gpusync.mirror.verify import find_damage
@@ -101,6 +101,18 @@ def examine_local_directory(path: Path, *, known: MirrorState | None, workers: i
     if problem is None and known is not None and checkpoint is not None:
         problem = _why_changed(known, checkpoint, workers=workers)
     return LocalDirectory(path=path, state=known, checkpoint=checkpoint, distrust=problem)
+
+
+def find_own_fault(local: LocalDirectory, error: DigestMismatchError) -> str | None:
+    """After a digest mismatch: the damage of the local tensor, if it was that and not the stream that is wrong."""
+    checkpoint, tensor = local.checkpoint, error.tensor
+    if local.distrust is not None or checkpoint is None or tensor is None or tensor not in checkpoint.tensors:
+        return None
+    checksums = state.read_checksums(local.control)
+    if tensor not in checksums:
+        return None
+    with OpenFiles() as files:
+        return find_damage(checkpoint, [checkpoint.tensors[tensor]], checksums, files=files, workers=1)
 
 
 def checkpoint_identity(checkpoint: Checkpoint) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpusync.mirror import journal
 from gpusync.mirror.change import TensorChange, pending_changes
 from gpusync.mirror.fold import own_files, prepare_fold
-from gpusync.mirror.journal import Journal
+from gpusync.mirror.journal import INCOMING_DIRECTORY, Journal
 from gpusync.mirror.local import LocalDirectory, checkpoint_identity
 from gpusync.mirror.seed import find_side_files, prepare_seed
 from gpusync.mirror.state import MirrorState
@@ -109,7 +109,7 @@ def _prepare_seed(
     prepared = prepare_seed(
         move.start,
         changes,
-        control=local.control,
+        into=local.control / INCOMING_DIRECTORY,
         side_files=side_files_of(move.start, base=move.base, is_base=move.plan.seed == "base", copy_code=copy_code),
         sources=sources,
         workers=workers,

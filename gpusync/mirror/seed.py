@@ -1,4 +1,4 @@
-"""Seeding a local checkpoint: copy a full checkpoint (the base, or a full version) into `incoming/`, applying the
+"""Seeding a local checkpoint: copy a full checkpoint (the base, or a full version) beside it, applying the
 deltas that follow it on the way and digesting every tensor. The journal then puts the files in place."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from gpusync.errors import StreamError, Where
 from gpusync.mirror import io
 from gpusync.mirror.change import Bytes, TensorChange, apply_change, published_checksum
-from gpusync.mirror.journal import INCOMING_DIRECTORY
 from gpusync.mirror.state import Checksum
 from gpusync.mirror.workers import for_each
 from gpusync.stream import INDEX_NAME, Checkpoint, OpenFiles, SourceFile
@@ -26,7 +25,7 @@ MAX_SIDE_FILE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seed:
-    """Verified and copied, not yet decided: `install` are the names under `incoming/`."""
+    """Verified and copied, not yet decided: `install` are the names to put in place."""
 
     install: tuple[str, ...]
     checksums: Mapping[str, Checksum]
@@ -38,25 +37,24 @@ def prepare_seed(
     checkpoint: Checkpoint,
     changes: Mapping[str, TensorChange],
     *,
-    control: Path,
+    into: Path,
     side_files: Mapping[str, Path],
     sources: OpenFiles,
     workers: int,
     progress: Callable[[int], None],
 ) -> Seed:
-    """Copy `checkpoint` with `changes` applied, and `side_files` (name to source), to `control`/incoming.
+    """Copy `checkpoint` with `changes` applied, and `side_files` (name to source), into the new directory `into`.
 
     Everything is verified against the newest published checksums (`unverified_tensors` counts those that nobody
-    published any of) and synced when this returns; nothing outside `incoming/` was written.
+    published any of) and synced when this returns; nothing outside `into` was written.
     """
-    incoming = control / INCOMING_DIRECTORY
-    io.make_directory(incoming)
+    io.make_directory(into)
     checksums: dict[str, Checksum] = {}
     unverified = 0
     with ExitStack() as stack:
         files: dict[str, io.WritableFile] = {}
         for name, header in checkpoint.headers.items():
-            files[name] = stack.enter_context(io.WritableFile(incoming / name, create=True))
+            files[name] = stack.enter_context(io.WritableFile(into / name, create=True))
             files[name].allocate(header.file_bytes)
             files[name].write_at(_local_header(checkpoint, name, sources), 0)
 
@@ -84,10 +82,10 @@ def prepare_seed(
     if (checkpoint.directory / INDEX_NAME).exists():
         others[INDEX_NAME] = _local_index(checkpoint)
     for name, data in others.items():
-        with io.WritableFile(incoming / name, create=True) as file:
+        with io.WritableFile(into / name, create=True) as file:
             file.append(data)
             file.fsync()
-    io.fsync_directory(incoming)
+    io.fsync_directory(into)
     return Seed(
         install=(*checkpoint.headers, *others),
         checksums=checksums,

@@ -1,0 +1,123 @@
+"""Folding what the inbox has accepted into the files: several pending versions in one pass.
+
+The directory's lock is held throughout. Used behind, by the mirror's thread, and in the foreground by the disk path.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from gpusync.errors import ChainError, DigestMismatchError, MirrorError
+from gpusync.mirror import inbox as boxes
+from gpusync.mirror import journal
+from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox, stored_inbox
+from gpusync.mirror.local import LocalDirectory, examine_local_directory, find_own_fault
+from gpusync.mirror.look import Sources, look
+from gpusync.mirror.move import Move, carry_out
+from gpusync.mirror.receive import installation
+from gpusync.mirror.session import lowest_held
+from gpusync.mirror.state import CONTROL_DIRECTORY, read_state
+from gpusync.plan import Plan
+from gpusync.report import Stopwatch
+from gpusync.stream import Checkpoint, read_version
+
+KEEP_VERSIONS = 2
+KEEP_BYTES = 4 * 10**9
+POLL_S = 0.05
+
+
+def fold_pending(
+    local: LocalDirectory,
+    *,
+    sources: Sources,
+    below: int | None,
+    workers: int,
+    keep_versions: int = KEEP_VERSIONS,
+    keep_bytes: int = KEEP_BYTES,
+) -> LocalDirectory:
+    """Fold the accepted versions that come before the first one that is `below` or newer; None: all of them.
+
+    Returns the directory as it is then. Should the files turn out to be damaged, they are seeded anew from `sources`,
+    up to the same version. Payloads of the newest `keep_versions` folded versions stay, within `keep_bytes`.
+    """
+    while True:
+        inbox = read_inbox(local.control)
+        ready = list(takewhile(lambda entry: below is None or entry.version < below, inbox.pending))
+        if not ready:
+            break
+        _fold(local, inbox, ready, sources=sources, workers=workers)
+        local = examine_local_directory(local.path, known=read_state(local.control), workers=workers)
+    with inbox_lock(local.control):
+        now = read_inbox(local.control)
+        kept = boxes.retain(now, versions=keep_versions, nbytes=keep_bytes)
+        if kept != stored_inbox(local.control):
+            boxes.write_inbox(local.control, kept)
+    boxes.sweep(local.control)
+    return local
+
+
+def wait_for_holders(path: Path, *, timeout_s: float) -> None:
+    """Wait until no live session holds a version of the directory `path`; MirrorError, naming it, after that."""
+    deadline = time.monotonic() + timeout_s
+    while (holder := lowest_held(path / CONTROL_DIRECTORY)) is not None:
+        if time.monotonic() > deadline:
+            raise MirrorError(
+                f"process {holder.pid} on {holder.host} holds a version prepared: the files must not change under it",
+                path=path,
+                version=holder.held,
+                expected=f"its release within {timeout_s:g} s",
+            )
+        time.sleep(POLL_S)
+
+
+def _fold(local: LocalDirectory, inbox: Inbox, ready: list[Entry], *, sources: Sources, workers: int) -> None:
+    full = [number for number, entry in enumerate(ready) if entry.kind == "full"]
+    if full:
+        # What precedes a full version does not matter; what follows it is folded in the next round.
+        decided = installation(ready[full[-1]], local)
+        journal.commit(local.path, decided)
+        journal.finish(local.path, decided, workers=workers)
+        return
+    continues = inbox.seed == "store"
+    if continues and (local.distrust is not None or not _builds_on(local, ready[0])):
+        damage = local.distrust or "the files are not at the version that the accepted ones build on"
+        _seed_anew(local, ready[-1].version, damage, sources=sources, workers=workers)
+        return
+    try:
+        move = _move(local, ready, sources=sources, seed="store" if continues else "base")
+        carry_out(local, move, workers=workers, watch=Stopwatch())
+    except DigestMismatchError as error:
+        found = find_own_fault(local, error)
+        if found is None:
+            raise
+        _seed_anew(local, ready[-1].version, found, sources=sources, workers=workers)
+
+
+def _builds_on(local: LocalDirectory, entry: Entry) -> bool:
+    return local.state is not None and entry.base_version == local.state.version
+
+
+def _move(local: LocalDirectory, ready: list[Entry], *, sources: Sources, seed: str) -> Move:
+    base: Checkpoint | None = sources.read_base() if seed == "base" else None
+    start = base or local.checkpoint
+    if start is None or (local.state is None and seed == "store"):
+        raise ChainError("accepted versions have nothing to build on", path=local.path, version=ready[0].version)
+    versions = [read_version(entry.directory(local.control), entry.version) for entry in ready]
+    plan = Plan(
+        target=ready[-1].version,
+        seed="base" if seed == "base" else "store",
+        seed_version=0 if local.state is None or seed == "base" else local.state.version,
+        chain=tuple(entry.version for entry in ready),
+        reason="accepted versions",
+    )
+    indexes = {version.version: version.index for version in versions}
+    return Move(plan=plan, start=start, versions=versions, indexes=indexes, base=base)
+
+
+def _seed_anew(local: LocalDirectory, target: int, damage: str, *, sources: Sources, workers: int) -> None:
+    """The files cannot be continued: take the whole way to `target` from the stream."""
+    torn = replace(local, distrust=damage)
+    carry_out(torn, look(sources, torn, target=target), workers=workers, watch=Stopwatch())

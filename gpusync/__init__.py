@@ -1,7 +1,7 @@
 """Verified weight synchronisation from RL trainers to LLM inference engines.
 
-`pull` brings a host-local checkpoint to a published version, `Mirror` does so behind; `Publisher` publishes versions. What only one of them
-needs is imported when it is first asked for.
+`pull` brings a host-local checkpoint to a published version, `Mirror` does so behind; `Publisher` publishes versions.
+What only one of them needs is imported when it is first asked for.
 """
 
 from __future__ import annotations

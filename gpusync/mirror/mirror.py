@@ -22,12 +22,12 @@ from gpusync.mirror import state
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
 from gpusync.mirror.lock import local_lock
-from gpusync.mirror.look import Sources, as_checkpoint, plan_ahead, read_chain
+from gpusync.mirror.look import Sources, as_checkpoint, plan_ahead, read_chain, read_published
 from gpusync.mirror.pending import KEEP_BYTES, KEEP_VERSIONS, fold_pending
 from gpusync.mirror.receive import receive_full
 from gpusync.mirror.session import Session, lowest_held
 from gpusync.plan import Applied, Plan
-from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, read_version, wait_until_visible
+from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, wait_until_visible
 
 LOG = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 600.0
@@ -215,7 +215,7 @@ class Mirror:
         applied = self._applied(inbox)
         plan, _ = plan_ahead(self._sources, applied, target=target)
         if plan.seed == "full":
-            full = read_version(self._sources.source_dir, plan.seed_version)
+            full = read_published(self._sources, plan.seed_version)
             return applied, plan, [full, *read_chain(self._sources, plan.chain, as_checkpoint(full))]
         start = self._sources.read_base() if plan.seed == "base" else self._store_checkpoint(inbox)
         return applied, plan, read_chain(self._sources, plan.chain, start)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
-from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, Where
-from gpusync.mirror import journal, state
+from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, SourceReadError, Where
+from gpusync.mirror import io, journal, state
 from gpusync.mirror.state import MirrorState
 from gpusync.mirror.verify import find_damage
 from gpusync.plan import Applied
@@ -63,6 +63,11 @@ def resolve_local_directory(path: Path, *, apart_from: dict[str, Path]) -> Path:
     MirrorError when it lies on a network or FUSE filesystem (in-place writes and fsync mean little there), or when it
     is, contains, or lies in one of the directories `apart_from` (role to path), which must not be written to.
     """
+    with io.explained("cannot look at the local checkpoint directory", path):
+        return _resolve(path, apart_from)
+
+
+def _resolve(path: Path, apart_from: dict[str, Path]) -> Path:
     local = path.resolve()
     for role, other in apart_from.items():
         real = other.resolve()
@@ -130,6 +135,8 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
 def _read_checkpoint(path: Path) -> tuple[Checkpoint | None, str | None]:
     try:
         return read_checkpoint(path, follow_links=True, where=Where(path=path)), None
+    except SourceReadError:
+        raise  # it says nothing about the files
     except GpusyncError as error:
         return None, f"the local checkpoint cannot be used: {error}"
 

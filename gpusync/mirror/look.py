@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpusync.errors import MirrorError, MissingLinkError, VersionMissingError, Where
-from gpusync.mirror.local import LocalDirectory, checkpoint_identity
+from gpusync.mirror.local import LocalDirectory, checkpoint_identity, refuse_other_model
 from gpusync.mirror.move import Move
 from gpusync.plan import Applied, Link, Plan, plan_pull
 from gpusync.stream import (
@@ -45,6 +45,8 @@ def look(sources: Sources, local: LocalDirectory, *, target: int, allow_rewind: 
         base = sources.read_base()
         plan = _spare_base(local, plan, base)
     start = _start_of(sources, local, plan, base)
+    if plan.reseeds:
+        refuse_other_model(local, start)
     versions = read_chain(sources, plan.chain, start)
     through = {version: indexes[version] for version in (*plan.chain, plan.seed_version) if version in indexes}
     return Move(plan=plan, start=start, versions=versions, indexes=through, base=base)

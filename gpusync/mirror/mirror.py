@@ -39,7 +39,7 @@ POLL_S = 0.05
 class MirrorStatus:
     """`durable_version`: the newest version that survives a crash now; `folded_version`: what the tensor files hold
     (None while they are being written). `lag_*` count what is accepted and not folded. `held`: the lowest version that
-    a live session keeps out of the files. `last_error`: why the last fold failed, until one succeeds."""
+    a live session keeps out of the files. `last_error`: why the last fold failed, while there is something to fold."""
 
     durable_version: int | None
     folded_version: int | None
@@ -173,7 +173,7 @@ class Mirror:
             lag_versions=len(inbox.pending),
             lag_bytes=inbox.pending_bytes,
             held=None if held is None else held.held,
-            last_error=self._last_error,
+            last_error=self._last_error if inbox.pending else None,
         )
 
     def close(self) -> None:
@@ -291,6 +291,8 @@ class Mirror:
         boxes.sweep(self._control, own=self._session.name, own_places=named)
 
     def _raise_error(self) -> None:
+        if self._closed:
+            raise MirrorError("the mirror was closed", path=self.path)
         error, self._error = self._error, None
         if error is not None:
             self._wake.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from gpusync import Mirror
 from gpusync.errors import ChainError, GpusyncError, HookError, LayoutError, PublishError, VersionMissingError
 from gpusync.publish import Publisher, StoredBytes, prune_stream
 from gpusync.stream import read_version
@@ -254,6 +255,21 @@ class TestWhatCannotCarryADelta:
         later.publish(offer(states[3]))
         later.publish(offer(states[4]), base_version=1)
         reach(4, states[4], held={1: "store", 3: "full"})
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_mirror_written_behind_reaches_it(site, offer, states, held) -> None:
+    publisher = Publisher(site.source, base_dir=site.base)
+    for version in (1, 2, 3):
+        publisher.publish(offer(states[version]))
+    with Mirror(site.local, base_dir=site.base, source_dir=site.source, workers=1) as mirror:
+        mirror.receive(held)
+        mirror.accept(held)
+        publisher.publish(offer(states[4]), base_version=1)
+        assert mirror.receive(4).seed == ("store" if held == 1 else "base")
+        mirror.accept(4)
+        mirror.flush(60)
+    assert site.local_state() == states[4]
 
 
 def test_memory_stays_that_of_a_few_tensors(tmp_path) -> None:

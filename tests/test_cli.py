@@ -41,6 +41,12 @@ def states(site) -> list[State]:
     return states
 
 
+def changes_in(source: Path) -> dict[str, str]:
+    """The tensors that version 1 changes, and their files."""
+    index = json.loads((version_dir(source, 1) / "model.safetensors.index.json").read_text())
+    return dict(index["weight_map"])
+
+
 def test_pull_to_the_newest_version(run, site, places, states) -> None:
     code, out, err = run("pull", *places)
     assert (code, err) == (0, "")
@@ -99,10 +105,47 @@ def test_inspect_a_stream(run, site, states) -> None:
         (4, "full", None, None),
     ]
     assert [row["tensors"] for row in rows] == [2, 2, 2, len(site.state)]
-    assert all(0 < row["% of checkpoint"] < 1 for row in rows[:3])
-    table = run("inspect", site.source)[1]
-    assert "weight" not in table.splitlines()[3]
-    assert "delta" in table
+    assert all(0 < row["percent_of_checkpoint"] < 1 for row in rows[:3])
+
+
+def test_inspect_says_once_what_all_versions_share(run, site, states) -> None:
+    code, out, _ = run("inspect", site.source)
+    title, headings, rule, *rows = out.splitlines()
+    assert (code, title) == (0, f"{site.source}: 3 versions, checksum xxh3-128")
+    assert headings.split() == ["version", "kind", "base", "encoding", "tensors", "wire", "of", "full"]
+    assert set(rule.split()[0]) == {"-"}
+    assert [row.split()[:5] for row in rows] == [[str(n), "delta", str(n - 1), "xor", "2"] for n in (1, 2, 3)]
+    publish_delta(site.source, 4, states[3], changed(states[3], 4), checksum="blake3", metadata={"stream_id": "a" * 36})
+    title, headings, *rows = run("inspect", site.source)[1].splitlines()
+    assert title == f"{site.source}: 4 versions"
+    assert headings.split()[-3:] == ["of", "full", "stream"]
+    assert "checksum" in headings.split()
+    assert rows[-1].split()[-1] == "aaaaaaaa"
+
+
+def test_inspect_fits_80_columns_and_cuts_names_in_the_middle(run, site) -> None:
+    names = [f"model.language_model.layers.{n}.self_attention.query_projection.weight" for n in (1, 2)]
+    state = {**site.state, **dict.fromkeys(names, site.state["layer.0.weight"])}
+    publish_delta(site.source, 1, state, changed(state, 1), checksum="blake3")
+    out = run("inspect", version_dir(site.source, 1))[1]
+    assert "delta on version 0, checksum blake3" in out.splitlines()[0]
+    rows = out.splitlines()[1:]
+    assert all(len(row) <= 80 for row in rows)
+    assert len(rows) == 2 + len(changes_in(site.source))
+    first, second = (row for row in rows if row.startswith("model.language"))
+    assert first.split()[0] != second.split()[0]
+    assert "..." in first.split()[0]
+    assert first.split()[0].endswith("projection.weight")
+    assert " kB " in first
+
+
+def test_inspect_prints_no_control_characters_of_names(run, site) -> None:
+    name = "evil\x1b[31m"
+    state = {**site.state, name: small_state()["step"]}
+    publish_delta(site.source, 1, state, changed(state, 1, names=[name]))
+    out = run("inspect", version_dir(site.source, 1))[1]
+    assert "\x1b" not in out
+    assert "evil\\x1b" in out
 
 
 def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) -> None:
@@ -111,6 +154,11 @@ def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) 
     assert code == 1
     assert err.count("\n") == 1
     assert ["error" in row for row in json.loads(out)["versions"]] == [False, True, False]
+    error = json.loads(out)["versions"][1]["error"]
+    code, out, _ = run("inspect", site.source)
+    assert code == 1
+    assert [line.split()[0] for line in out.splitlines()[3:5]] == ["1", "3"]
+    assert out.splitlines()[5:] == [f"version 2 cannot be read: {error}"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +173,7 @@ def test_inspect_a_version_by_tensor(run, site, encoding: str | None, form: str)
     assert code == 0
     assert rows["layer.0.weight"]["form"].startswith(form)
     if encoding != "overwrite":
-        assert rows["layer.0.weight"]["tensor size"] == 64 * 48 * 2
+        assert rows["layer.0.weight"]["tensor_bytes"] == 64 * 48 * 2
 
 
 def test_plan(run, site, places, states) -> None:

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from gpusync.cli.output import json_option, print_json, size_text
+from gpusync.cli.output import json_option, print_json, print_table, printable, size_text
 from gpusync.codec.describe import summarise_payload
 from gpusync.errors import GpusyncError
 from gpusync.stream import (
@@ -23,8 +20,37 @@ from gpusync.stream import (
 )
 
 Row = dict[str, object]
-STREAM_COLUMNS = ("version", "kind", "base", "encoding", "checksum", "tensors", "wire", "% of checkpoint", "stream")
-VERSION_COLUMNS = ("tensor", "form", "stored", "tensor size", "%", "checksum")
+# key in JSON: heading of the column
+STREAM_COLUMNS = {
+    "version": "version",
+    "kind": "kind",
+    "base": "base",
+    "encoding": "encoding",
+    "checksum": "checksum",
+    "tensors": "tensors",
+    "wire_bytes": "wire",
+    "percent_of_checkpoint": "of full",
+    "stream_id": "stream",
+}
+VERSION_COLUMNS = {
+    "tensor": "tensor",
+    "form": "form",
+    "stored_bytes": "stored",
+    "tensor_bytes": "of",
+    "percent_of_tensor": "%",
+}
+SAID_ABOVE = ("checksum", "stream_id")
+NUMBERS = (
+    "version",
+    "base",
+    "tensors",
+    "wire_bytes",
+    "percent_of_checkpoint",
+    "stored_bytes",
+    "tensor_bytes",
+    "percent_of_tensor",
+)
+ID_CHARACTERS = 8
 
 
 @click.command("inspect")
@@ -32,21 +58,60 @@ VERSION_COLUMNS = ("tensor", "form", "stored", "tensor size", "%", "checksum")
 @click.option("--base-dir", type=click.Path(path_type=Path), help="Checkpoint that percentages refer to.")
 @json_option
 def inspect_command(path: Path, base_dir: Path | None, as_json: bool) -> None:
-    """Show the stream in PATH, version by version, or the version directory PATH, tensor by tensor.
+    """Show a stream by version, or a version by tensor.
 
-    A version that cannot be read is a row with its error; the exit code is then 1.
+    PATH is the stream or one version's directory in it. A version that cannot be read is told with its error; the exit
+    code is then 1. The checksum of each tensor is in --json only.
     """
     number = parse_version_dir_name(path.resolve().name)
     if number is not None:
-        version = read_version(path.resolve().parent, number)
-        rows = describe_version(version)
-        told: Row = {"version": number, "kind": _kind(version), "base": version.index.base_version, "tensors": rows}
-        _show(told if as_json else None, path.name, VERSION_COLUMNS, rows)
+        _inspect_version(path, number, as_json=as_json)
         return
     rows = describe_stream(path, base_dir)
-    _show({"versions": rows} if as_json else None, str(path), STREAM_COLUMNS, rows)
+    if as_json:
+        print_json({"versions": rows})
+    else:
+        _print_stream(path, rows)
     if any("error" in row for row in rows):
         raise GpusyncError("the stream holds versions that cannot be read", path=path)
+
+
+def _inspect_version(path: Path, number: int, *, as_json: bool) -> None:
+    version = read_version(path.resolve().parent, number)
+    rows, base, checksum = describe_version(version), version.index.base_version, version.index.checksum_format
+    if as_json:
+        print_json({"version": number, "kind": _kind(version), "base": base, "checksum": checksum, "tensors": rows})
+        return
+    place = "full" if base is None else f"delta on version {base}"
+    click.echo(f"{printable(str(path))}: version {number}, {place}, checksum {checksum or 'none'}")
+    if rows:
+        columns = [key for key in VERSION_COLUMNS if any(row[key] is not None for row in rows)]
+        print_table(
+            [VERSION_COLUMNS[key] for key in columns],
+            [[_cell(key, row[key]) for key in columns] for row in rows],
+            right=[VERSION_COLUMNS[key] for key in NUMBERS if key in columns],
+            cut_first=True,
+        )
+
+
+def _print_stream(path: Path, rows: Sequence[Row]) -> None:
+    """What all versions share in a line above, a table of the rest, and below it the versions that cannot be read."""
+    readable = [row for row in rows if "error" not in row]
+    shared = {key: {row[key] for row in readable} for key in SAID_ABOVE}
+    uniform = {key: next(iter(values)) for key, values in shared.items() if len(values) == 1}
+    facts = [f"{STREAM_COLUMNS[key]} {value}" for key, value in uniform.items() if value is not None]
+    what = f"{len(rows)} version{'' if len(rows) == 1 else 's'}" if rows else "no versions here"
+    click.echo(f"{printable(str(path))}: {', '.join([what, *facts])}")
+    if readable:
+        columns = [key for key in STREAM_COLUMNS if key not in uniform]
+        print_table(
+            [STREAM_COLUMNS[key] for key in columns],
+            [[_cell(key, row[key]) for key in columns] for row in readable],
+            right=[STREAM_COLUMNS[key] for key in NUMBERS if key in columns],
+        )
+    for row in rows:
+        if "error" in row:
+            click.echo(f"version {row['version']} cannot be read: {row['error']}")
 
 
 def describe_stream(source_dir: Path, base_dir: Path | None = None) -> list[Row]:
@@ -70,9 +135,9 @@ def describe_stream(source_dir: Path, base_dir: Path | None = None) -> list[Row]
                 "encoding": index.delta_encoding,
                 "checksum": index.checksum_format,
                 "tensors": len(version.tensors),
-                "wire": version.wire_bytes,
-                "% of checkpoint": None if not whole else 100 * version.wire_bytes / whole,
-                "stream": index.stream_id,
+                "wire_bytes": version.wire_bytes,
+                "percent_of_checkpoint": None if not whole else 100 * version.wire_bytes / whole,
+                "stream_id": index.stream_id,
             }
         )
     return rows
@@ -93,9 +158,9 @@ def describe_version(version: PublishedVersion) -> list[Row]:
                 {
                     "tensor": tensor.name,
                     "form": form,
-                    "stored": tensor.nbytes,
-                    "tensor size": whole or None,
-                    "%": 100 * tensor.nbytes / whole if whole else None,
+                    "stored_bytes": tensor.nbytes,
+                    "tensor_bytes": whole or None,
+                    "percent_of_tensor": 100 * tensor.nbytes / whole if whole else None,
                     "checksum": tensor.checksum,
                 }
             )
@@ -110,28 +175,14 @@ def _checkpoint_bytes(directory: Path) -> int:
     return sum(tensor.nbytes for tensor in read_checkpoint(directory, follow_links=True).tensors.values())
 
 
-def _show(told: Row | None, title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    if told is not None:
-        print_json(told)
-        return
-    table = Table(title=Text(title), title_justify="left")
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in ("wire", "stored", "tensor size") or "%" in column else "left"
-        )
-    for row in rows:
-        if "error" in row:
-            table.add_row(str(row["version"]), Text(str(row["error"]), style="red"))
-        else:
-            table.add_row(*(Text(_cell(column, row[column])) for column in columns))
-    Console().print(table)
-
-
-def _cell(column: str, value: object) -> str:
+def _cell(key: str, value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, int) and column in ("wire", "stored", "tensor size"):
+    if isinstance(value, int) and key.endswith("_bytes"):
         return size_text(value)
     if isinstance(value, float):
-        return f"{value:.3f}"
+        text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        return text if key == "percent_of_tensor" else f"{text} %"
+    if key == "stream_id":
+        return str(value)[:ID_CHARACTERS]
     return str(value)

@@ -14,16 +14,27 @@ from gpusync.errors import GpusyncError
 if TYPE_CHECKING:
     from gpusync.disk import pull
     from gpusync.mirror.mirror import Mirror
-    from gpusync.publish import Publisher, PublishReport
+    from gpusync.publish import CheckpointTensors, Publisher, PublishReport, StoredBytes
     from gpusync.report import PullReport
 
-__all__ = ["GpusyncError", "Mirror", "PublishReport", "Publisher", "PullReport", "pull"]
+__all__ = [
+    "CheckpointTensors",
+    "GpusyncError",
+    "Mirror",
+    "PublishReport",
+    "Publisher",
+    "PullReport",
+    "StoredBytes",
+    "pull",
+]
 
 _HOMES = {
+    "CheckpointTensors": "gpusync.publish",
     "Mirror": "gpusync.mirror.mirror",
     "PublishReport": "gpusync.publish",
     "Publisher": "gpusync.publish",
     "PullReport": "gpusync.report",
+    "StoredBytes": "gpusync.publish",
     "pull": "gpusync.disk",
 }
 

@@ -20,6 +20,10 @@ from gpusync.stream.writer import Buffer
 # A tensor that lies in a file is read whole up to this size, and in windows, once for each pass, above it.
 WHOLE_BYTES = 64 << 20
 
+# What carries the bits of a narrow dtype that numpy lacks, and the narrow dtypes that it has.
+_CARRIERS = {"U8", "I8", "U16", "I16"}
+_NUMPY_DTYPES = {*_CARRIERS, "BOOL", "F16"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
@@ -130,7 +134,7 @@ class TensorEncoder:
         expected = self.snapshot.form(offer.name)
         if expected is not None and expected != offer.form:
             raise LayoutError(
-                "tensor offered has another form than the readers hold",
+                "tensor offered has another form than the readers hold" + _advice(expected, offer.form),
                 where=self._where(offer.name),
                 expected=expected,
                 found=offer.form,
@@ -220,6 +224,17 @@ class TensorEncoder:
 
     def _where(self, name: str) -> Where:
         return Where(version=self.version, tensor=name)
+
+
+def _advice(expected: TensorForm, found: TensorForm) -> str:
+    """What to do about integers that seem to carry the bits of a dtype that numpy lacks."""
+    is_carried = found.dtype in _CARRIERS and expected.dtype not in _NUMPY_DTYPES
+    if not (is_carried and expected.shape == found.shape and expected.nbytes == found.nbytes):
+        return ""
+    return (
+        f" (offer bits as StoredBytes(dtype={expected.dtype!r}, shape=array.shape, data=array.tobytes()), "
+        "an array of ml_dtypes or a torch tensor)"
+    )
 
 
 _SLIME_ENCODERS: dict[str, Callable[..., bytes | None]] = {XOR: encode_xor, OVERWRITE: encode_overwrite}

@@ -83,6 +83,13 @@ def test_numpy_arrays_of_any_layout(dtype):
     assert described(array.astype(array.dtype.newbyteorder(">"))) == described(array)
 
 
+def test_numpy_arrays_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    raw = np.arange(12, dtype=np.uint8)
+    assert described(raw.view(ml_dtypes.bfloat16).reshape(2, 3)) == ("BF16", (2, 3), raw.tobytes())
+    assert described(raw.view(ml_dtypes.float8_e4m3fn)) == ("F8_E4M3", (12,), raw.tobytes())
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy", "stored"])
 def test_copy_separates_from_the_callers_memory(kind):
     memory = np.zeros(4, np.uint8)
@@ -154,7 +161,7 @@ def test_torch_is_not_imported_for_numpy(tmp_path):
     code = (
         "import sys, numpy as np\n"
         "from gpusync.publish import Publisher\n"
-        f"Publisher({str(tmp_path)!r}).publish({{'a': np.zeros(3, np.float32)}})\n"
+        f"Publisher({str(tmp_path)!r}).publish_full({{'a': np.zeros(3, np.float32)}})\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

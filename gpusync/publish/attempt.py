@@ -18,7 +18,7 @@ from gpusync.publish.changes import Change
 from gpusync.publish.duplicates import Manifest, Seen, check_agreement, choose_owners, stored_in_vain
 from gpusync.publish.encode import Encoded, TensorEncoder
 from gpusync.publish.fill import fill_full, fill_shortcut
-from gpusync.publish.opening import Intent, check_intents, check_target, open_older
+from gpusync.publish.opening import Intent, check_intents, check_names, check_target, open_older, tell_unknown
 from gpusync.publish.outcome import (
     Settings,
     Target,
@@ -48,6 +48,7 @@ class _Mine:
 
     manifest: dict[str, Seen] = field(default_factory=dict)
     changes: dict[str, Change] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -120,6 +121,8 @@ class Attempt:
 
         plans = take_step(self._ranks, "looking at the version", look, where=self._where)
         check_intents([intent for intent, _ in plans], where=self._where)
+        if all(names is not None for _, names in plans):
+            check_names([names or () for _, names in plans], self._target, self._snapshot, where=self._where)
         take_step(self._ranks, "making the version directory", self._make_directory, where=self._where)
         return opened[0], choose_owners([names for _, names in plans])
 
@@ -159,6 +162,9 @@ class Attempt:
 
         manifests = take_step(self._ranks, "encoding", work, where=self._where)
         check_agreement(manifests)
+        check_names(manifests, self._target, self._snapshot, where=self._where)
+        if self._mine.unknown:
+            self._warn(tell_unknown(self._mine.unknown, offered=len(self._mine.manifest)))
         return manifests
 
     def _encoder(self) -> TensorEncoder:
@@ -190,7 +196,7 @@ class Attempt:
             moved=encoded.moved,
         )
         if encoded.first and not self._target.is_full and self._snapshot.lacks(encoded.name):
-            self._warn(f"tensor `{encoded.name}` is not in the base: the given value is taken for the old one")
+            self._mine.unknown.append(encoded.name)
         change = encoded.change
         if change is not None and self._snapshot.keeps and (encoded.moved or encoded.first):
             self._mine.changes[encoded.name] = change

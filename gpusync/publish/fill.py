@@ -43,5 +43,9 @@ def _newest(names: Collection[str], snapshot: Snapshot, where: Where) -> Iterato
     for name in sorted(names):
         form, data = snapshot.form(name), snapshot.open(name, hold=False)
         if form is None or data is None:
-            raise PublishError("the state of a tensor that no rank offers is not known", where=where, tensor=name)
+            raise PublishError(
+                "a tensor of the stream is not offered, and its state is not known without base_dir (--base)",
+                where=where,
+                tensor=name,
+            )
         yield Offer(name=name, form=form, data=data)

@@ -10,6 +10,7 @@ from gpusync.digest import ALGORITHMS
 from gpusync.errors import PublishError
 from gpusync.hooks import Hook, load_hook
 from gpusync.publish.attempt import Attempt
+from gpusync.publish.base_check import check_base
 from gpusync.publish.encode import PUBLISH_ENCODINGS
 from gpusync.publish.outcome import Settings, Target
 from gpusync.publish.ranks import open_ranks, take_step
@@ -26,7 +27,8 @@ class Publisher:
     """Publishes to `source_dir`. Every rank of a `group` makes one and calls the same methods in the same order.
 
     `base_dir` is the checkpoint the engines start from, as bytes: deltas are made against it, whatever the trainer's
-    own export looks like. Without it the first value offered for a tensor is taken for what the engines hold.
+    own export looks like. It may be left out where the stream begins, or is resumed, with a full version. It is
+    compared with the checksums in the stream, when a stream is resumed, else before the first delta.
 
     - `encoding`: "xor" and "overwrite" are read by slime's receiver too; "gpusync" is our own, the smallest form.
     - `checksum`: "xxh3-128", "blake3" or "adler32", of each tensor's new state.
@@ -36,13 +38,15 @@ class Publisher:
     - `workers`: threads that encode; each holds one tensor at a time.
     - `shard_bytes`: a shard is written when so many bytes have come together; bounds memory.
     - `stream_id`: a UUID by default; tells this run's versions from another's.
-    - `resume`: go on after the newest version in `source_dir`, in its stream; a new stream where there is none.
+    - `resume`: go on after the newest version in `source_dir`, in its stream; a new stream where there is none. Reads
+      what the stream's checksums speak of in `base_dir`.
     - `full_every`: every n-th version is a full one; 0: none is.
     - `base_version`: the version whose state `base_dir` holds, if that is not the engines' own base.
     - `keep_snapshot`: hold the readers' state in memory. False reads it back from `base_dir` and the stream for every
       publish: slower, in the memory of a few tensors.
 
-    What it cannot begin with raises a GpusyncError, on every rank.
+    What it cannot begin with raises a GpusyncError, on every rank: PublishError for a base that is not the version it
+    is taken for.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Publisher:
     ) -> None:
         self._ranks = open_ranks(group)
         self._base_dir = None if base_dir is None else Path(base_dir)
+        self._base_version = base_version
         self._full_every = full_every
 
         def begin() -> Start:
@@ -74,8 +79,6 @@ class Publisher:
 
         # Rank 0's start counts: another rank may not see the newest version yet.
         start = take_step(self._ranks, "opening the publisher", begin)[0]
-        if start.resumes:
-            take_step(self._ranks, "resuming the stream", lambda: self._state.resume(start.version))
         self._snapshot: Snapshot = MemorySnapshot(self._state) if keep_snapshot else StreamSnapshot(self._state)
         self._settings = Settings(
             source_dir=Path(source_dir),
@@ -86,6 +89,10 @@ class Publisher:
             workers=min(_MAX_WORKERS, os.cpu_count() or 1) if workers is None else workers,
             hook=self._hook,
         )
+        self._is_base_checked = False
+        if start.resumes:
+            self._check_base(start.version)
+            take_step(self._ranks, "resuming the stream", lambda: self._state.resume(start.version, base_needed=False))
 
     @property
     def version(self) -> int:
@@ -103,20 +110,24 @@ class Publisher:
         """Publish what changed since the last version, as a delta (or, by `full_every`, a full version).
 
         `named_tensors`: a mapping, an iterable of (name, tensor) or a checkpoint directory. A tensor is a torch tensor,
-        a numpy array or `StoredBytes`. Those that are missing are unchanged; a version may change nothing. Each rank
-        may offer its own; what two ranks offer must be equal, and is written once. `version`: by default the next one.
+        a numpy array (bfloat16: of ml_dtypes) or `StoredBytes`. Those that are missing are unchanged; a version may
+        change nothing. Each rank may offer its own; what two ranks offer must be equal, and is written once. `version`:
+        by default the next one.
 
         `base_version`: an older version to make a delta on instead, whatever `full_every` says: a shortcut for readers
         that are still there. All others reach it too, from where that version's chain starts; later deltas build on it.
         Its state is read back from `base_dir` and the stream, tensor by tensor; a tensor that no rank offers is
         compared with it as well.
 
+        A tensor that the readers' checkpoint does not have is left out, with a warning: `publish_full` adds it. If it
+        has none of those offered, that is an error.
+
         On return the version is durable. On any error nothing is visible and the same can be tried again: PublishError
-        (taken version, write failure, different bytes on two ranks ...), LayoutError (a tensor of another form than the
-        readers hold), ChainError (a `base_version` that cannot be read back), HookError; PeerFailedError on the ranks
-        that were not at fault. What an iterator raises is raised as it is. There is one exception: if the hook fails
-        after the index, and the filesystem does not let the index be removed, the version is published, `version` says
-        so, and HookError is raised.
+        (taken version, nothing to make a delta against, a wrong base, write failure, different bytes on two ranks ...),
+        LayoutError (a tensor of another form than the readers hold), ChainError (a `base_version` that cannot be read
+        back), HookError; PeerFailedError on the ranks that were not at fault. What an iterator raises is raised as it
+        is. There is one exception: if the hook fails after the index, and the filesystem does not let the index be
+        removed, the version is published, `version` says so, and HookError is raised.
         """
         version = self.version + 1 if version is None else version
         if base_version is None and self._full_every and version % self._full_every == 0:
@@ -125,6 +136,9 @@ class Publisher:
         target = Target(
             version=version, base_version=base_version, newest=self.version, encoding=self._settings.encoding
         )
+        # Nothing is published yet: afterwards the state is that of the stream, not of the base.
+        if not self._is_base_checked and self.version == self._base_version:
+            self._check_base(self.version)
         return self._attempt(named_tensors, target)
 
     def publish_full(
@@ -132,7 +146,8 @@ class Publisher:
     ) -> PublishReport:
         """Publish a full version, which readers can start from; later deltas build on it. Otherwise as `publish`.
 
-        A tensor that the readers hold and no rank offers is written as it is; one they do not hold is new. Side files
+        A tensor that the readers hold and no rank offers is written as it is, which takes `base_dir` or a full version
+        before this one; one they do not hold is new. Side files
         (`*.json *.txt *.model *.jinja`, no index, never code) come from the directory `side_files`, by default from
         `base_dir`.
         """
@@ -142,6 +157,23 @@ class Publisher:
             version=version, base_version=self.version, newest=self.version, encoding=None, side_files=directory
         )
         return self._attempt(named_tensors, target)
+
+    def _check_base(self, newest: int) -> None:
+        def check() -> None:
+            if self._state.base is None:
+                return
+            check_base(
+                self._state.base,
+                base_version=self._base_version,
+                source_dir=self._settings.source_dir,
+                newest=newest,
+                rank=self._ranks.rank,
+                size=self._ranks.size,
+                workers=self._settings.workers,
+            )
+
+        take_step(self._ranks, "checking the base", check)
+        self._is_base_checked = True
 
     def _attempt(self, named_tensors: Source, target: Target) -> PublishReport:
         attempt = Attempt(settings=self._settings, ranks=self._ranks, snapshot=self._snapshot, target=target)
@@ -163,7 +195,8 @@ def publish_directories(
 ) -> PublishReport:
     """Publish one version that turns the checkpoint in `base_dir` into the one in `new_dir`; holds neither in memory.
 
-    `full`: the whole of `new_dir` with its side files; `base_dir` may be None then. `settings` are the Publisher's
+    `full`: the whole of `new_dir` with its side files; `base_dir` may be None then, if `new_dir` has all tensors of the
+    stream. `settings` are the Publisher's
     (`encoding`, `checksum`, `resume`, `base_version` ...). Errors as Publisher and its `publish`.
     """
     publisher = Publisher(source_dir, base_dir=base_dir, keep_snapshot=False, **settings)

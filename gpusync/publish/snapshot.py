@@ -43,6 +43,11 @@ class Snapshot(Protocol):
         ...
 
     @property
+    def is_known(self) -> bool:
+        """Whether it is known what the readers hold. Only a full version can be published where it is not."""
+        ...
+
+    @property
     def names(self) -> Collection[str]:
         """The tensors of the checkpoint the readers hold, as far as it is known."""
         ...
@@ -84,8 +89,12 @@ class MemorySnapshot:
         self._elsewhere: set[str] = set()
 
     @property
+    def is_known(self) -> bool:
+        return self._state.is_known
+
+    @property
     def names(self) -> Collection[str]:
-        return self._state.names if self._state.is_known else {*self._held, *self._elsewhere}
+        return self._state.names
 
     def lacks(self, name: str) -> bool:
         return self._state.is_known and name not in self._state.names
@@ -102,7 +111,8 @@ class MemorySnapshot:
             if name in self._elsewhere:
                 # Taking the given value for the old one here would lose what changed since the other rank had it.
                 raise PublishError(
-                    "another rank offered this tensor before; its old state is not known here, base_dir would tell",
+                    "another rank offered this tensor before, and the readers' checkpoint does not have it: "
+                    "publish_full can add it",
                     tensor=name,
                 )
             return None
@@ -135,11 +145,15 @@ class StreamSnapshot:
         self._state = state
 
     @property
+    def is_known(self) -> bool:
+        return self._state.is_known
+
+    @property
     def names(self) -> Collection[str]:
         return self._state.names
 
     def lacks(self, name: str) -> bool:
-        return name not in self._state.names
+        return self._state.is_known and name not in self._state.names
 
     def form(self, name: str) -> TensorForm | None:
         return self._state.form(name)

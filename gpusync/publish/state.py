@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gpusync.codec import U8, DeltaDecoder, Payload, open_delta, would_be
+from gpusync.codec import U8, Payload, would_be
 from gpusync.digest import new_digest
 from gpusync.errors import ChainError, DigestMismatchError, VersionMissingError
-from gpusync.plan import Applied, Link, plan_pull
+from gpusync.plan import Applied, Link, Plan, plan_pull
+from gpusync.publish.chain import iterate_chain, open_decoder
 from gpusync.publish.tensors import TensorForm
 from gpusync.stream import (
     Checkpoint,
@@ -24,8 +25,6 @@ from gpusync.stream import (
     PublishedVersion,
     StoredTensor,
     check_against,
-    element_bytes,
-    is_float_order,
     read_checkpoint,
     read_index,
     read_version,
@@ -35,7 +34,8 @@ from gpusync.stream import (
 class PublishedState:
     """The tensors of version `version`. Several threads may read; `resume` and `follow` come between publishes only.
 
-    Without a base and before the first full version nothing is known: `is_known` is False then.
+    Without a base and before the first full version nothing is known but names that were published: `is_known` is
+    False then.
     """
 
     def __init__(
@@ -45,18 +45,16 @@ class PublishedState:
         self._source_dir = Path(source_dir)
         self._base_dir = base_dir
         self._base_version = base_version
-        self._anchor: Checkpoint | PublishedVersion | None = None
+        self.base = None if base_dir is None else read_checkpoint(base_dir, follow_links=True)
+        self._anchor: Checkpoint | PublishedVersion | None = self.base
         self._anchor_version = base_version
-        self._forms: Mapping[str, TensorForm] | None = None
+        self._forms: Mapping[str, TensorForm] | None = None if self.base is None else _forms(self.base.tensors)
         self._chain: list[int] = []
         self._touched: set[str] = set()
         self._lock = threading.RLock()
         self._files: OpenFiles | None = None
         self._deltas: dict[int, PublishedVersion] = {}
         self.version = base_version
-        if base_dir is not None:
-            self._anchor = read_checkpoint(base_dir, follow_links=True)
-            self._forms = _forms(self._anchor.tensors)
 
     @property
     def is_known(self) -> bool:
@@ -64,7 +62,7 @@ class PublishedState:
 
     @property
     def names(self) -> Collection[str]:
-        return () if self._forms is None else self._forms.keys()
+        return self._touched if self._forms is None else self._forms.keys()
 
     def form(self, name: str) -> TensorForm | None:
         return None if self._forms is None else self._forms.get(name)
@@ -82,22 +80,22 @@ class PublishedState:
         with anchor.open_tensor(name, files) as source:
             return self._rebuild(name, form, source, files) if name in self._touched else source
 
-    def resume(self, version: int) -> None:
+    def resume(self, version: int, *, base_needed: bool = True) -> None:
         """Be at `version`, along the chain that its readers follow. Errors as `plan_pull`; ChainError if the chain
-        starts at a checkpoint that is not here.
+        starts at a checkpoint that is not here. Unless `base_needed` that is no error where there is no base: nothing
+        is known then, which is enough for a full version.
         """
-        start = self._anchor_version if self.is_known else None
-        plan = plan_pull(applied=Applied(version=start), target=version, lookup=self._look_up)
+        try:
+            plan = self._plan(version)
+        except ChainError:
+            if base_needed or self.is_known:
+                raise
+            self._touched.update(*(published.tensors for published in iterate_chain(self._source_dir, version)))
+            self.version = version
+            return
         if plan.seed == "full":
             self._anchor = anchor = read_version(self._source_dir, plan.seed_version)
             self._move_anchor(plan.seed_version, _forms(anchor.tensors))
-        elif not self.is_known or plan.seed_version != self._anchor_version:
-            raise ChainError(
-                "cannot resume the stream: its deltas start at a checkpoint that is not here",
-                version=version,
-                expected=f"the checkpoint of version {plan.seed_version}",
-                found=f"that of version {self._anchor_version}" if self.is_known else "no base_dir",
-            )
         for link in plan.chain:
             self.follow(link, changed=self._delta(link).tensors)
 
@@ -140,6 +138,18 @@ class PublishedState:
             self._files = None
             self._deltas.clear()
 
+    def _plan(self, version: int) -> Plan:
+        start = self._anchor_version if self.is_known else None
+        plan = plan_pull(applied=Applied(version=start), target=version, lookup=self._look_up)
+        if plan.seed != "full" and (not self.is_known or plan.seed_version != self._anchor_version):
+            raise ChainError(
+                "cannot resume the stream: its deltas start at a checkpoint that is not here",
+                version=version,
+                expected=f"the checkpoint of version {plan.seed_version}",
+                found=f"that of version {self._anchor_version}" if self.is_known else "no base_dir",
+            )
+        return plan
+
     def _move_anchor(self, version: int, forms: Mapping[str, TensorForm]) -> None:
         self.close()
         self._anchor_version = self.version = version
@@ -174,7 +184,7 @@ class PublishedState:
 
     def _rebuild(self, name: str, form: TensorForm, source: Payload, files: OpenFiles) -> U8:
         deltas = [delta for delta in map(self._delta, self._chain) if name in delta.tensors]
-        decoders = [_open_decoder(delta, name, form, files) for delta in deltas]
+        decoders = [open_decoder(delta, name, form, files) for delta in deltas]
         rebuilt = np.empty(form.nbytes, np.uint8)
         for offset, _, new in would_be(source, decoders, nbytes=form.nbytes):
             rebuilt[offset : offset + len(new)] = new
@@ -184,18 +194,6 @@ class PublishedState:
 
 def _forms(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorForm]:
     return {name: TensorForm(dtype=t.dtype, shape=tuple(t.shape), nbytes=t.nbytes) for name, t in tensors.items()}
-
-
-def _open_decoder(delta: PublishedVersion, name: str, form: TensorForm, files: OpenFiles) -> DeltaDecoder:
-    with delta.open_payload(name, files) as payload:
-        return open_delta(
-            payload,
-            encoding=delta.index.delta_encoding or "",
-            nbytes=form.nbytes,
-            element_bytes=element_bytes(form.dtype),
-            float_order=is_float_order(form.dtype),
-            where=delta.where(delta.tensors[name]),
-        )
 
 
 def _verify(rebuilt: U8, delta: PublishedVersion, name: str) -> None:

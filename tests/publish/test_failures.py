@@ -141,7 +141,7 @@ def test_a_published_version_is_never_written_again(site, offer):
     publisher = Publisher(site.source, base_dir=site.base)
     publisher.publish(offer(changed(site.state, 1)))
     before = snapshot(site.source / "weight_v000001")
-    with pytest.raises(PublishError, match="published already") as caught:
+    with pytest.raises(PublishError, match="published already, resume=True continues the stream") as caught:
         Publisher(site.source, base_dir=site.base).publish(offer(changed(site.state, 2)))
     assert caught.value.version == 1
     with pytest.raises(PublishError, match="only go up"):

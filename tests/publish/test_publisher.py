@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import gpusync
 from gpusync.errors import LayoutError, PublishError
 from gpusync.publish import CheckpointTensors, Publisher, StoredBytes
 from gpusync.stream import INDEX_NAME, SourceFile, read_header, read_version, version_path
@@ -106,13 +107,15 @@ def test_a_tensor_the_base_lacks_falls_back_to_the_given_value(site, offer, capl
     tied = {"lm_head.weight": Tensor("BF16", (4, 4), np.arange(32, dtype=np.uint8))}
     report = publisher.publish(offer({**site.state, **tied}))
     assert report.tensors_changed == 0
-    assert "lm_head.weight" in report.warnings[0]
-    assert "lm_head.weight" in caplog.text
+    (warning,) = report.warnings
+    assert warning.startswith("NOT PUBLISHED: 1 of 8 tensors offered")
+    assert "`lm_head.weight`" in warning
+    assert warning in caplog.text
     assert publisher.publish(offer({**site.state, **tied})).warnings == ()
     # No reader could apply a delta for it.
     moved = changed(tied, 1)
     with pytest.raises(PublishError, match="publish a full version first") as caught:
-        publisher.publish(offer(moved))
+        publisher.publish(offer({**site.state, **moved}))
     assert (caught.value.tensor, caught.value.version) == ("lm_head.weight", 3)
     publisher.publish_full(offer({**site.state, **moved}))
     again = changed(moved, 2)
@@ -120,12 +123,62 @@ def test_a_tensor_the_base_lacks_falls_back_to_the_given_value(site, offer, capl
     assert receive(site.state, site.source, 4) == {**site.state, **again}
 
 
-def test_without_a_base_the_first_values_are_taken_for_it(site, offer):
-    publisher = Publisher(site.source)
-    assert publisher.publish(offer(site.state)).tensors_changed == 0
-    after = changed(site.state, 1)
-    publisher.publish(offer(after))
-    assert receive(site.state, site.source, 2) == after
+def test_many_tensors_the_base_lacks_are_one_warning(site, offer):
+    others = {f"model.{number:02d}": site.state["step"] for number in range(12)}
+    (warning,) = Publisher(site.source, base_dir=site.base).publish(offer({**site.state, **others})).warnings
+    assert "12 of 19 tensors" in warning
+    assert "`model.09` and 2 more" in warning
+
+
+@pytest.mark.parametrize("as_iterator", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_names_of_which_the_base_has_none_are_an_error(site, offer, visible, as_iterator, keep):
+    """A wrapper's prefix on every name would publish nothing, version after version."""
+    publisher = Publisher(site.source, base_dir=site.base, keep_snapshot=keep)
+    offers = offer({f"module.{name}": t for name, t in changed(site.state, 1).items()})
+    with pytest.raises(PublishError, match="publish_full can") as caught:
+        publisher.publish(iter(offers.items()) if as_iterator else offers)
+    assert (caught.value.tensor, caught.value.version) == ("module.embed.weight", 1)
+    assert (str(caught.value.expected), caught.value.found) == ("tensors such as `embed.weight`", "7 others")
+    assert (visible(site.source), publisher.version) == ([], 0)
+    publisher.publish_full(offers)
+    assert read_state(site.source / "weight_v000001").keys() == {*site.state, *offers}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_without_a_base_a_full_version_comes_first(site, offer, visible, keep):
+    """The first values offered are not what readers hold: taken for it they would never reach them."""
+    publisher = Publisher(site.source, keep_snapshot=keep)
+    first, second = changed(site.state, 1), changed(site.state, 2)
+    for offers in (offer(first), {}):
+        with pytest.raises(PublishError, match=r"base_dir.*publish_full"):
+            publisher.publish(offers)
+    assert (visible(site.source), publisher.version) == ([], 0)
+    publisher.publish_full(offer(first))
+    publisher.publish(offer(second))
+    assert receive(site.state, site.source, 2) == second
+    Publisher(site.source, full_every=3, resume=True).publish(offer(first))
+    assert receive(site.state, site.source, 3) == first
+
+
+def test_bits_of_bfloat16_in_integers_are_told_what_to_do(site):
+    bits = site.state["layer.0.weight"].data.view(np.uint16).reshape(64, 48) ^ 1
+    publisher = Publisher(site.source, base_dir=site.base)
+    with pytest.raises(LayoutError, match=r"StoredBytes\(dtype='BF16', shape=array.shape, data=array.tobytes\(\)\)"):
+        publisher.publish({"layer.0.weight": bits})
+    # Another shape is another mistake, and numpy has float32.
+    for wrong in ({"layer.0.weight": bits.T}, {"layer.0.scale": np.zeros(48, np.int32)}):
+        with pytest.raises(LayoutError) as caught:
+            publisher.publish(wrong)
+        assert "StoredBytes" not in str(caught.value)
+    stored = gpusync.StoredBytes(dtype="BF16", shape=bits.shape, data=bits.tobytes())
+    publisher.publish({"layer.0.weight": stored})
+    assert receive(site.state, site.source, 1)["layer.0.weight"].data.tobytes() == bits.tobytes()
+
+
+def test_what_is_offered_has_names_of_the_package():
+    assert {"CheckpointTensors", "StoredBytes"} <= set(gpusync.__all__)
+    assert (gpusync.CheckpointTensors, gpusync.StoredBytes) == (CheckpointTensors, StoredBytes)
 
 
 @pytest.mark.parametrize(

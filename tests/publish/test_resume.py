@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from gpusync.errors import ChainError, DigestMismatchError, IndexFormatError, MissingLinkError, PublishError
+from gpusync.errors import ChainError, IndexFormatError, MissingLinkError, PublishError
 from gpusync.publish import Publisher, publish_directories
 from gpusync.publish.start import find_newest
 from gpusync.stream import INDEX_NAME, read_version
@@ -88,10 +88,33 @@ def test_another_streams_versions_are_not_gone_on_from(site, offer, states):
     assert (caught.value.expected, caught.value.found, caught.value.version) == ("two", "one", 1)
 
 
-def test_without_base_and_full_version_there_is_nothing_to_resume_from(site, offer, states):
-    Publisher(site.source, base_dir=site.base).publish(offer(states[1]))
+@pytest.mark.parametrize("first", [1, 5], ids=["from the base", "from a version that is not there"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_without_base_and_full_version_only_a_full_version_goes_on(site, offer, states, visible, first, keep):
+    base = Publisher(site.source, base_dir=site.base, base_version=first - 1)
+    base.publish(offer(states[1]))
+    publisher = Publisher(site.source, resume=True, keep_snapshot=keep)
+    assert (publisher.version, publisher.stream_id) == (first, base.stream_id)
+    before = visible(site.source)
+    with pytest.raises(PublishError, match=r"base_dir.*publish_full"):
+        publisher.publish(offer(states[2]))
+    # A tensor that the stream has published would be lost.
+    with pytest.raises(PublishError, match=r"not offered.*base_dir \(--base\)") as caught:
+        publisher.publish_full(offer({name: t for name, t in states[2].items() if name != "layer.1.weight"}))
+    assert caught.value.tensor == "layer.1.weight"
+    assert visible(site.source) == before
+    publisher.publish_full(offer(states[2]))
+    publisher.publish(offer(states[3]))
+    assert receive(site.state, site.source, first + 2) == states[3]
+
+
+def test_a_chain_that_passes_the_given_base_by_cannot_be_resumed(site, offer, states, tmp_path):
+    publisher = Publisher(site.source, base_dir=site.base)
+    for version in (1, 2):
+        publisher.publish(offer(states[version]))
+    publisher.publish(offer(states[3]), base_version=1)
     with pytest.raises(ChainError, match="cannot resume"):
-        Publisher(site.source, resume=True)
+        Publisher(site.source, base_dir=write_checkpoint(tmp_path / "two", states[2]), base_version=2, resume=True)
 
 
 def test_a_missing_link_is_named(site, offer, states):
@@ -108,11 +131,9 @@ def test_another_base_than_the_streams_is_noticed(site, offer, states, tmp_path)
     """A delta against wrong old bytes would be refused by every reader."""
     Publisher(site.source, base_dir=site.base).publish(offer(states[1]))
     other = write_checkpoint(tmp_path / "other", changed(site.state, 99, names=["step"]))
-    publisher = Publisher(site.source, base_dir=other, resume=True)
-    with pytest.raises(DigestMismatchError) as caught:
-        publisher.publish(offer(states[2]))
-    assert caught.value.tensor == "step"
-    assert publisher.version == 1
+    with pytest.raises(PublishError, match="the base is not version 0, which version 1 was made on") as caught:
+        Publisher(site.source, base_dir=other, resume=True)
+    assert (caught.value.tensor, caught.value.version, caught.value.path) == ("step", 0, str(other))
 
 
 def test_a_damaged_newest_version_is_not_passed_over(site, offer, states):

@@ -29,7 +29,11 @@ DIRECTORY = click.Path(path_type=Path)
 )
 @click.option("--new", type=DIRECTORY, required=True, help="The checkpoint to publish.")
 @click.option("--version", type=click.IntRange(min=1), help="Default: one more than the newest.")
-@click.option("--full", is_flag=True, help="Publish all of NEW with its side files: a new start for chains.")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Publish all of NEW with its side files, a new start for chains; without --base, NEW has to be complete.",
+)
 @click.option("--encoding", type=click.Choice(ENCODINGS), default="xor", show_default=True)
 @click.option("--checksum", type=click.Choice(ALGORITHMS), default="xxh3-128", show_default=True)
 @click.option("--post-write-hook", help="Import path of hook(version_dir), run after the shards and after the index.")

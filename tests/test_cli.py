@@ -51,7 +51,8 @@ def test_pull_to_the_newest_version(run, site, places, states) -> None:
     code, out, err = run("pull", *places)
     assert (code, err) == (0, "")
     assert out.startswith("version 3: 2 tensors changed")
-    assert "seeded from base version 0" in out
+    assert f"; first pull: copied {len(site.state)} tensors from base version 0" in out
+    assert "empty" not in out
     assert site.local_state() == states[3]
     assert run("pull", *places)[1] == "version 3: already there\n"
 
@@ -177,10 +178,23 @@ def test_inspect_a_version_by_tensor(run, site, encoding: str | None, form: str)
 
 
 def test_plan(run, site, places, states) -> None:
+    assert run("plan", *places)[1] == "target 3: start from base version 0 (first pull), apply 1, 2, 3\n"
     run("pull", *places, "--target-version", 1)
     code, out, _ = run("plan", *places)
     assert code == 0
-    assert out == "target 3: start from the local checkpoint 1 (continues the store), apply 2, 3\n"
+    assert out == "target 3: start from local version 1 (continues the local checkpoint), apply 2, 3\n"
+
+
+def test_a_pull_says_why_it_replaces_what_is_there_and_does_not_say_store(run, site, places, states) -> None:
+    run("pull", *places, "--target-version", 2)
+    out = run("pull", *places, "--target-version", 1, "--allow-rewind")[1]
+    assert "; seeded from base version 0 (rewinding from version 2)" in out
+    assert json.loads(run("pull", *places, "--json")[1])["reason"] == "continues the local checkpoint"
+
+
+def test_one_is_not_plural(run, site, places) -> None:
+    publish_delta(site.source, 1, site.state, changed(site.state, 1, names=["step"]))
+    assert run("pull", *places)[1].startswith("version 1: 1 tensor changed, ")
 
 
 def test_verify(run, site, places, states) -> None:

@@ -9,16 +9,23 @@ from typing import TypeVar
 
 import click
 
-from gpusync.cli.output import json_option, print_json, progress_bar, size_text
+from gpusync.cli.output import count_text, json_option, print_json, progress_bar, size_text
 from gpusync.disk import DEFAULT_LOCK_TIMEOUT_S, plan, pull
 from gpusync.errors import DigestMismatchError, VersionMissingError
 from gpusync.mirror.verify import verify_directory
 from gpusync.report import PullReport
-from gpusync.stream import list_versions
+from gpusync.stream import list_versions, read_checkpoint
 
 F = TypeVar("F", bound=Callable[..., object])
 
 DIRECTORY = click.Path(path_type=Path)
+
+EMPTY = "the local directory is empty"
+# What the engine-neutral layers call a store is, for these commands, always the local checkpoint.
+REASONS = {
+    "continues the store": "continues the local checkpoint",
+    "the store holds no version": "the local checkpoint has no known version",
+}
 
 
 class TargetVersion(click.ParamType):  # type: ignore[type-arg]
@@ -64,10 +71,12 @@ def pull_command(target_version: int | None, source_dir: Path, as_json: bool, **
     target = _newest(source_dir) if target_version is None else target_version
     with progress_bar("pulling") as progress:
         report = pull(source_dir=source_dir, target_version=target, progress=progress, **options)  # type: ignore[arg-type]
+    report = dataclasses.replace(report, reason=REASONS.get(report.reason, report.reason))
     if as_json:
         print_json(dataclasses.asdict(report))
-    else:
-        click.echo(_pull_text(report))
+        return
+    tensors = read_checkpoint(str(options["local_checkpoint_dir"])).tensors
+    click.echo(_pull_text(report, tensors_held=len(tensors)))
 
 
 @click.command("plan")
@@ -77,12 +86,14 @@ def plan_command(target_version: int | None, source_dir: Path, as_json: bool, **
     """Say what a pull would do, from which version and over which deltas, without changing anything."""
     target = _newest(source_dir) if target_version is None else target_version
     found = plan(source_dir=source_dir, target_version=target, **options)  # type: ignore[arg-type]
+    found = dataclasses.replace(found, reason=REASONS.get(found.reason, found.reason))
     if as_json:
         print_json(dataclasses.asdict(found))
         return
-    start = {"store": "the local checkpoint", "full": "the full version", "base": "the base, version"}[found.seed]
+    start = {"store": "local", "full": "full", "base": "base"}[found.seed]
+    reason = "first pull" if found.reason == EMPTY else found.reason
     steps = "nothing to apply" if not found.chain else "apply " + ", ".join(map(str, found.chain))
-    click.echo(f"target {found.target}: start from {start} {found.seed_version} ({found.reason}), {steps}")
+    click.echo(f"target {found.target}: start from {start} version {found.seed_version} ({reason}), {steps}")
 
 
 @click.command("verify")
@@ -99,7 +110,8 @@ def verify_command(directory: Path, as_json: bool) -> None:
             f"the local checkpoint is not version {found.version}: {found.damage}", path=directory
         )
     if not as_json:
-        click.echo(f"version {found.version}: {found.tensors} tensors, {size_text(found.nbytes)}, all as published")
+        tensors = count_text(found.tensors, "tensor")
+        click.echo(f"version {found.version}: {tensors}, {size_text(found.nbytes)}, all as published")
 
 
 def _newest(source_dir: Path) -> int:
@@ -109,16 +121,20 @@ def _newest(source_dir: Path) -> int:
     return versions[-1]
 
 
-def _pull_text(report: PullReport) -> str:
+def _pull_text(report: PullReport, *, tensors_held: int) -> str:
     if report.shared or not report.changed:
         return f"version {report.target_version}: already there"
     seconds = report.seconds["total"]
-    text = f"version {report.target_version}: {report.tensors_changed} tensors changed"
+    text = f"version {report.target_version}: {count_text(report.tensors_changed, 'tensor')} changed"
     if report.elements_changed is not None:
-        text += f" ({report.elements_changed} elements)"
+        text += f" ({count_text(report.elements_changed, 'element')})"
     text += f", {size_text(report.wire_bytes)} read, {size_text(report.tensor_bytes)} verified in {seconds:.2f} s"
-    if report.seed != "store":
-        text += f"; seeded from {report.seed} version {report.seed_version} ({report.reason})"
+    seed = f"{report.seed} version {report.seed_version}"
+    if report.seed != "store" and report.version_before is None and report.reason == EMPTY:
+        text += f"; first pull: copied {count_text(tensors_held, 'tensor')} from {seed}"
+    elif report.seed != "store":
+        text += f"; seeded from {seed} ({report.reason})"
     if report.unverified_tensors:
-        text += f"; {report.unverified_tensors} tensors have no published checksum"
+        without = "has" if report.unverified_tensors == 1 else "have"
+        text += f"; {count_text(report.unverified_tensors, 'tensor')} {without} no published checksum"
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) 
     code, out, err = run("inspect", site.source, "--json")
     assert code == 1
     assert err.count("\n") == 1
+    assert json.loads(out)["error"]["path"] == str(site.source)
     assert ["error" in row for row in json.loads(out)["versions"]] == [False, True, False]
     error = json.loads(out)["versions"][1]["error"]
     code, out, _ = run("inspect", site.source)
@@ -208,6 +210,9 @@ def test_verify(run, site, places, states) -> None:
     code, _, err = run("verify", site.local)
     assert (code, err.count("\n")) == (1, 1)
     assert "is not version 3" in err
+    told = json.loads(run("verify", site.local, "--json")[1])
+    assert (told["version"], told["error"]["type"]) == (3, "DigestMismatchError")
+    assert told["damage"] in told["error"]["message"]
 
 
 def test_an_error_is_one_line_whatever_the_names_hold(run, site, places) -> None:
@@ -241,6 +246,74 @@ def test_a_source_that_is_not_there(run, tmp_path: Path) -> None:
     )
     assert (code, err.count("\n")) == (1, 1)
     assert str(tmp_path / "s") in err
+
+
+def test_an_error_in_json_has_its_facts(run, site, places, states) -> None:
+    run("pull", *places, "--target-version", 2)
+    code, out, err = run("pull", *places, "--target-version", 1, "--json")
+    assert (code, err.count("\n"), out.count("\n")) == (1, 1, 1)
+    error = json.loads(out)["error"]
+    assert set(error) == {"type", "message", "path", "version", "tensor", "expected", "found"}
+    assert (error["type"], error["version"], error["found"]) == ("ChainError", 1, 1)
+    assert error["message"] in err
+    code, out, _ = run("pull", "--json")
+    assert (code, json.loads(out)["error"]["type"]) == (2, "MissingParameter")
+
+
+HOOK = """
+import os, subprocess, sys
+print("imported")
+
+def hook(*arguments):
+    print("printed")
+    os.write(1, b"written")
+    subprocess.run([sys.executable, "-c", "print('by another process')"], check=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["hooks_of_mine.hook", "hooks_of_mine:hook"])
+def test_a_hook_beside_the_user_is_found_and_does_not_print_into_json(site, states, tmp_path, name: str) -> None:
+    (tmp_path / "hooks_of_mine.py").write_text(HOOK)
+    code = "import sys; sys.path.remove(''); from gpusync.cli import main; main()"
+    options = ["--local-checkpoint-dir", site.local, "--base-dir", site.base, "--source-dir", site.source]
+    command = [sys.executable, "-c", code, "pull", *map(str, options), "--pre-read-hook", name, "--json"]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["target_version"] == 3
+    for text in ("imported", "printed", "written", "by another process"):
+        assert text in done.stderr
+
+
+def test_both_forms_of_a_hook_are_in_the_help(run) -> None:
+    assert "pkg.mod.fn or pkg.mod:fn" in " ".join(run("pull", "--help")[1].split())
+
+
+def test_the_import_path_is_what_it_was_after_a_command(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    run("doctor")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "gpusync.disk"])
+def test_an_interrupt_while_it_imports_is_one_line(module: str) -> None:
+    code = f"""
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from gpusync.cli import main
+main(["doctor"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gpusync: interrupted\n")
 
 
 def test_doctor_looks_at_directories(run, site, places, states) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 
 import click
 from rich.cells import cell_len
@@ -17,11 +19,54 @@ SHOW_AFTER_S = 1.0
 MIN_NAME_CHARACTERS = 20
 GAP = "  "
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+@dataclass
+class Told:
+    """What a command has to say in JSON, until it is over: `answer`, and beside it `error`."""
+
+    answer: dict[str, object] = field(default_factory=dict)
+    error: dict[str, object] | None = None
 
 
-def print_json(told: object) -> None:
-    click.echo(json.dumps(told, ensure_ascii=False))
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Whatever prints meanwhile, a hook or a process that it starts, prints to stderr."""
+    out = sys.stdout
+    out.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        out.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _keep_stdout_clean(context: click.Context, _option: click.Parameter, as_json: bool) -> bool:
+    if as_json:
+        context.with_resource(stdout_to_stderr())
+    return as_json
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, callback=_keep_stdout_clean, help="Print one JSON object instead of text."
+)
+
+
+def print_json(told: Mapping[str, object]) -> None:
+    """Printed when the command is over, together with the error if it ends with one."""
+    click.get_current_context().find_object(Told).answer.update(told)  # type: ignore[union-attr]
+
+
+def error_facts(error: Exception) -> dict[str, object]:
+    """An error for machines. `expected` and `found` are text where JSON has nothing like them."""
+    facts: dict[str, object] = {"type": type(error).__name__, "message": str(error)}
+    for name in ("path", "version", "tensor", "expected", "found"):
+        fact = getattr(error, name, None)
+        facts[name] = fact if fact is None or isinstance(fact, (bool, int, float, str)) else str(fact)
+    return facts
 
 
 def size_text(nbytes: int) -> str:

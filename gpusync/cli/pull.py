@@ -60,7 +60,9 @@ def place_options(command: F) -> F:
 
 @click.command("pull")
 @place_options
-@click.option("--pre-read-hook", help="Import path of hook(source_dir, target_version), run before every look.")
+@click.option(
+    "--pre-read-hook", help="pkg.mod.fn or pkg.mod:fn, called with (source_dir, target_version) before every look."
+)
 @click.option("--visibility-timeout", type=float, default=0.0, show_default=True, help="Seconds to wait for a version.")
 @click.option("--lock-timeout", type=float, default=DEFAULT_LOCK_TIMEOUT_S, show_default=True)
 @click.option("--copy-code", is_flag=True, help="Let *.py files of a full version follow: engines may execute them.")

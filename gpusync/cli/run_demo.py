@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from gpusync.cli.output import json_option
+from gpusync.cli.output import json_option, print_json
 
 
 @click.command("demo")
@@ -21,4 +22,4 @@ def demo_command(model_dir: Path | None, work_dir: Path | None, as_json: bool) -
     out = Console(stderr=as_json)
     result = run_demo(model_dir=model_dir, work_dir=work_dir, out=out)
     if as_json:
-        click.echo(result.as_json())
+        print_json(dataclasses.asdict(result))

@@ -316,6 +316,26 @@ main(["doctor"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "gpusync: interrupted\n")
 
 
+def test_inspect_a_directory_without_versions(run, site) -> None:
+    assert run("inspect", site.source) == (0, f"{site.source}: no versions here\n", "")
+    assert json.loads(run("inspect", site.source, "--json")[1]) == {"versions": []}
+
+
+@pytest.mark.parametrize("command", ["pull", "plan", "verify", "demo", "inspect"])
+def test_a_directory_that_does_not_exist_is_called_so(run, site, states, tmp_path: Path, command: str) -> None:
+    nope = tmp_path / "nope"
+    places = ["--local-checkpoint-dir", site.local, "--base-dir", nope, "--source-dir", site.source]
+    arguments = {
+        "verify": [nope],
+        "demo": ["--model", nope, "--work-dir", tmp_path / "work"],
+        "inspect": [site.source, "--base-dir", nope],
+    }
+    code, out, err = run(command, *arguments.get(command, places))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert f"directory does not exist: in {nope}" in err
+    assert "index.json" not in err
+
+
 def test_doctor_looks_at_directories(run, site, places, states) -> None:
     run("pull", *places)
     code, out, _ = run("doctor", "--local-checkpoint-dir", site.local, "--source-dir", site.source, "--json")

@@ -63,6 +63,12 @@ def test_wrong_usage_and_a_stream_that_is_not_there(run, site) -> None:
     assert (code, out, err.count("\n")) == (1, "", 1)
 
 
+def test_a_directory_without_versions(run, site) -> None:
+    code, out, err = run("prune", site.source, "--keep-last", 1)
+    assert (code, out, err) == (0, f"{site.source}: no versions here\n", "")
+    assert json.loads(run("prune", site.source, "--keep-last", 1, "--json")[1])["removed"] == []
+
+
 def test_publish_on_an_older_version(run, site, states) -> None:
     """By its checkpoint: on a delta, on a full version, on the base."""
     state = states[-1]

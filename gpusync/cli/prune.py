@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from gpusync.cli.output import json_option, print_json, size_text
+from gpusync.cli.output import json_option, print_json, printable, size_text
 from gpusync.publish import PruneReport, prune_stream
 from gpusync.publish.retention import Reason
 
@@ -41,6 +41,8 @@ def prune_command(source_dir: Path, keep_last: int, keep_full_every: int, dry_ru
     report = prune_stream(source_dir, keep_last=keep_last, keep_full_every=keep_full_every, dry_run=dry_run)
     if as_json:
         print_json(dataclasses.asdict(report))
+    elif not report.kept and not report.removed:
+        click.echo(f"{printable(str(source_dir))}: no versions here")
     else:
         click.echo(_prune_text(report))
 

@@ -11,7 +11,7 @@ import click
 
 from gpusync.cli.output import count_text, json_option, print_json, progress_bar, size_text
 from gpusync.disk import DEFAULT_LOCK_TIMEOUT_S, plan, pull
-from gpusync.errors import DigestMismatchError, VersionMissingError
+from gpusync.errors import DigestMismatchError, MirrorError, VersionMissingError
 from gpusync.mirror.verify import verify_directory
 from gpusync.report import PullReport
 from gpusync.stream import list_versions, read_checkpoint
@@ -103,6 +103,8 @@ def plan_command(target_version: int | None, source_dir: Path, as_json: bool, **
 @json_option
 def verify_command(directory: Path, as_json: bool) -> None:
     """Compare every tensor of a local checkpoint with its newest checksum. Needs nothing but the directory."""
+    if not directory.exists():
+        raise MirrorError("directory does not exist", path=directory)
     with progress_bar("verifying") as progress:
         found = verify_directory(directory, progress=progress)
     if as_json:

@@ -48,6 +48,8 @@ def read_checkpoint(
     directory = Path(directory)
     index = read_index_file(directory, follow_links=follow_links, where=NOWHERE)
     described = index or read_single_file_index(directory, follow_links=follow_links, where=where)
+    if described is None and not os.path.isdir(directory):
+        raise VersionMissingError("directory does not exist", where=where, path=directory)
     if described is None:
         raise VersionMissingError("no checkpoint is there", where=where, path=directory / INDEX_NAME)
     if described.is_delta:

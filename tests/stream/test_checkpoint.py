@@ -186,7 +186,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, spoil, kind, file: str, tensor: s
 def test_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(VersionMissingError) as caught:
         read_checkpoint(tmp_path / "absent")
-    assert caught.value.path == str(tmp_path / "absent" / INDEX_NAME)
+    assert (caught.value.what, caught.value.path) == ("directory does not exist", str(tmp_path / "absent"))
 
 
 def test_errors_of_a_read_name_the_tensor(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -341,8 +342,36 @@ def test_doctor_looks_at_directories(run, site, places, states) -> None:
     code, out, _ = run("doctor", "--local-checkpoint-dir", site.local, "--source-dir", site.source, "--json")
     told = json.loads(out)
     assert code == 0
-    assert told["local checkpoint"]["version"] == "3"
+    assert told["local_checkpoint"]["version"] == 3
+    assert (told["stream"]["directory"], told["stream"]["writable"]) == ("exists", True)
     assert told["packages"]["numpy"][0].isdigit()
+    assert told["machine"]["cores"] == os.cpu_count()
+    assert all(
+        re.fullmatch(r"[a-z_]+", key) for part in ("machine", "local_checkpoint", "stream") for key in told[part]
+    )
+
+
+def test_doctor_says_what_is_no_directory_and_what_cannot_be_written(run, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, _ = run("doctor", "--local-checkpoint-dir", tmp_path / "a" / "b", "--source-dir", tmp_path / "file")
+    local, stream = out.split("local checkpoint\n")[1].split("stream\n")
+    assert code == 0
+    assert re.search(r"directory +does not exist\n +writable +yes\n", local)
+    assert re.search(r"directory +not a directory\n +writable +no\n", stream)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    told = json.loads(run("doctor", "--source-dir", tmp_path, "--json")[1])
+    assert (told["stream"]["directory"], told["stream"]["writable"]) == ("exists", False)
+
+
+def test_summaries_are_not_cut_and_every_option_has_its_help(run) -> None:
+    from gpusync.cli.main import cli
+
+    out = run("--help")[1]
+    assert all(line.endswith(".") for line in out.partition("Commands:\n")[2].splitlines())
+    assert "..." not in out.partition("Commands:\n")[2]
+    for name in set(cli.commands) - {"publish"}:
+        for option in cli.commands[name].params:
+            assert option.param_type_name == "argument" or option.help, (name, option.name)
 
 
 def test_as_a_module_and_into_a_closed_pipe(site, states) -> None:

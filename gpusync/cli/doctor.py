@@ -9,10 +9,8 @@ import platform
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from gpusync.cli.output import json_option, print_json
+from gpusync.cli.output import json_option, print_json, printable
 from gpusync.mirror import state
 from gpusync.stream import filesystem_type, has_atomic_rename, is_local
 
@@ -22,68 +20,100 @@ PACKAGES = (
 )  # fmt: skip
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
+# one that cannot be read is a finding here, not wrong usage
+DIRECTORY = click.Path(path_type=Path, readable=False)
+Facts = dict[str, object]
+
 
 @click.command("doctor")
-@click.option("--local-checkpoint-dir", type=click.Path(path_type=Path), help="Look at this local checkpoint too.")
-@click.option("--source-dir", type=click.Path(path_type=Path), help="Look at this stream's filesystem too.")
+@click.option("--local-checkpoint-dir", type=DIRECTORY, help="Look at this local checkpoint too.")
+@click.option("--source-dir", type=DIRECTORY, help="Look at this stream's filesystem too.")
 @json_option
 def doctor_command(local_checkpoint_dir: Path | None, source_dir: Path | None, as_json: bool) -> None:
-    """Print versions, devices and filesystems, and which backends are usable with the reason."""
+    """Show what this machine offers, and what is used of it.
+
+    Versions, devices and filesystems, and which backends are usable with the reason.
+    """
     found = {"machine": _machine(), "packages": _packages(), "backends": _backends()}
     if local_checkpoint_dir is not None:
-        found["local checkpoint"] = _local(local_checkpoint_dir)
+        found["local_checkpoint"] = _local(local_checkpoint_dir)
     if source_dir is not None:
         found["stream"] = _stream(source_dir)
     if as_json:
         print_json(found)
         return
     for title, facts in found.items():
-        table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+        click.echo(title.replace("_", " "))
+        width = max(map(len, facts))
         for name, fact in facts.items():
-            table.add_row(name, fact)
-        Console().print(table)
+            click.echo(f"  {name.replace('_', ' '):<{width}}  {printable(_fact_text(title, fact))}")
 
 
-def _machine() -> dict[str, str]:
+def _fact_text(title: str, fact: object) -> str:
+    if isinstance(fact, bool):
+        return "yes" if fact else "no"
+    if isinstance(fact, list):
+        return ", ".join(map(str, fact)) or "none"
+    if fact is None:
+        return "not installed" if title == "packages" else "unknown"
+    return str(fact)
+
+
+def _machine() -> Facts:
     gpus = sorted(path.name for path in NVIDIA_DEVICES.iterdir()) if NVIDIA_DEVICES.is_dir() else []
     return {
         "system": platform.platform(),
         "python": platform.python_version(),
-        "cores": str(os.cpu_count()),
-        "NVIDIA devices": ", ".join(gpus) or "none",
+        "cores": os.cpu_count(),
+        "nvidia_devices": gpus,
     }
 
 
-def _packages() -> dict[str, str]:
-    versions = {}
+def _packages() -> Facts:
+    versions: Facts = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+            versions[name] = None
     return versions
 
 
-def _backends() -> dict[str, str]:
+def _backends() -> Facts:
     return {
         "host": "used: zstandard, numpy and xxhash on the CPU",
         "device": "not built yet: this version has the disk path only",
     }
 
 
-def _local(directory: Path) -> dict[str, str]:
-    kind = filesystem_type(directory)
+def _local(directory: Path) -> Facts:
     control = directory / state.CONTROL_DIRECTORY
-    known = state.read_state(control)
+    known = state.read_state(control) if directory.is_dir() else None
+    kind = filesystem_type(directory)
     return {
-        "path": str(directory.resolve()),
-        "filesystem": f"{kind}: {'usable' if is_local(kind) else 'refused, not a local filesystem'}",
-        "version": "unknown" if known is None else str(known.version),
-        "unfinished move": "yes, the next pull completes it" if (control / "journal.json").exists() else "no",
+        **_directory(directory),
+        "filesystem": kind,
+        "usable_filesystem": is_local(kind),
+        "version": None if known is None else known.version,
+        "unfinished_move": (control / "journal.json").exists(),
     }
 
 
-def _stream(directory: Path) -> dict[str, str]:
+def _stream(directory: Path) -> Facts:
     kind = filesystem_type(directory)
     way = "temporary name and rename" if has_atomic_rename(kind) else "final names directly"
-    return {"path": str(directory.resolve()), "filesystem": kind, "files are written by": way}
+    return {**_directory(directory), "filesystem": kind, "files_are_written_by": way}
+
+
+def _directory(path: Path) -> Facts:
+    """What can be said without writing. What does not exist is writable where it could be made."""
+    path = path.resolve()
+    status = "exists" if path.is_dir() else "not a directory" if path.exists() else "does not exist"
+    place = path
+    while status == "does not exist" and not place.exists():
+        place = place.parent
+    return {
+        "path": str(path),
+        "directory": status,
+        "writable": place.is_dir() and os.access(place, os.W_OK | os.X_OK),
+    }

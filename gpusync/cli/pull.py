@@ -48,11 +48,17 @@ class TargetVersion(click.ParamType):  # type: ignore[type-arg]
 def place_options(command: F) -> F:
     """The options that name a local checkpoint, its base, the stream and the target."""
     for option in (
-        click.option("--target-version", type=TargetVersion(), default="latest", show_default=True),
+        click.option(
+            "--target-version",
+            type=TargetVersion(),
+            default="latest",
+            show_default=True,
+            help="The version to bring it to: a number, 0 for the base, or latest.",
+        ),
         click.option("--allow-rewind", is_flag=True, help="Accept a target below the local version (reseeds)."),
         click.option("--source-dir", type=DIRECTORY, required=True, help="The published stream."),
         click.option("--base-dir", type=DIRECTORY, required=True, help="The checkpoint the engine started from."),
-        click.option("--local-checkpoint-dir", type=DIRECTORY, required=True),
+        click.option("--local-checkpoint-dir", type=DIRECTORY, required=True, help="The checkpoint on this host."),
     ):
         command = option(command)
     return command
@@ -64,9 +70,15 @@ def place_options(command: F) -> F:
     "--pre-read-hook", help="pkg.mod.fn or pkg.mod:fn, called with (source_dir, target_version) before every look."
 )
 @click.option("--visibility-timeout", type=float, default=0.0, show_default=True, help="Seconds to wait for a version.")
-@click.option("--lock-timeout", type=float, default=DEFAULT_LOCK_TIMEOUT_S, show_default=True)
+@click.option(
+    "--lock-timeout",
+    type=float,
+    default=DEFAULT_LOCK_TIMEOUT_S,
+    show_default=True,
+    help="Seconds to wait for another process that pulls into the same directory.",
+)
 @click.option("--copy-code", is_flag=True, help="Let *.py files of a full version follow: engines may execute them.")
-@click.option("--workers", type=click.IntRange(min=1))
+@click.option("--workers", type=click.IntRange(min=1), help="Threads that decode; default: the cores, at most 8.")
 @json_option
 def pull_command(target_version: int | None, source_dir: Path, as_json: bool, **options: object) -> None:
     """Bring a local checkpoint to a published version."""
@@ -85,7 +97,10 @@ def pull_command(target_version: int | None, source_dir: Path, as_json: bool, **
 @place_options
 @json_option
 def plan_command(target_version: int | None, source_dir: Path, as_json: bool, **options: object) -> None:
-    """Say what a pull would do, from which version and over which deltas, without changing anything."""
+    """Say what a pull would do, and change nothing.
+
+    From which version it would start, why, and which deltas it would apply.
+    """
     target = _newest(source_dir) if target_version is None else target_version
     found = plan(source_dir=source_dir, target_version=target, **options)  # type: ignore[arg-type]
     found = dataclasses.replace(found, reason=REASONS.get(found.reason, found.reason))
@@ -102,7 +117,10 @@ def plan_command(target_version: int | None, source_dir: Path, as_json: bool, **
 @click.argument("directory", type=DIRECTORY)
 @json_option
 def verify_command(directory: Path, as_json: bool) -> None:
-    """Compare every tensor of a local checkpoint with its newest checksum. Needs nothing but the directory."""
+    """Compare a local checkpoint with its checksums.
+
+    Every tensor with its newest one. Needs nothing but the directory.
+    """
     if not directory.exists():
         raise MirrorError("directory does not exist", path=directory)
     with progress_bar("verifying") as progress:

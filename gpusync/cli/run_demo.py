@@ -11,7 +11,7 @@ from rich.console import Console
 from gpusync.cli.output import json_option, print_json
 
 
-@click.command("demo")
+@click.command("demo", short_help="Train a small model, publish, pull and verify it.")
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), help="Run on this checkpoint instead.")
 @click.option("--work-dir", type=click.Path(path_type=Path), help="Keep the streams and checkpoints here.")
 @json_option

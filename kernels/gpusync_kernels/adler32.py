@@ -7,6 +7,7 @@ A partial is the pair of sums over the bytes that a table holds.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,14 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpusync_kernels.buffers import Buffer, Ints, addresses_of, byte_view, device_of, sizes_of
+from gpusync_kernels.buffers import Buffer, Bytes, Ints, addresses_of, byte_view, device_of, sizes_of
 from gpusync_kernels.moves import check_side, strided_view
 from gpusync_kernels.segments import Rows, SegmentTable, chunks_of, limit_rows, merge_rows, split_rows
-from gpusync_kernels.tiling import MAX_ROW_BYTES, Launch, address_rows, is_flat, map_programs, tile_count
+from gpusync_kernels.tiling import MAX_ROW_BYTES, Launch, address_rows, map_programs, tile_count
 
 MODULUS = 65521
-TILE_BYTES = 4096  # the weighted sum of a full tile fits 32 bits: 4096 * 4097 / 2 * 255 < 2**32
-CHUNK_BYTES = 1 << 16
+TILE_BYTES = {True: 4096, False: 1024}  # flat or not; flat ones are weighted in 32 bits: 4096 * 4097 / 2 * 255 < 2**32
+CHUNK_BYTES = 1 << 20
+LONG_ROW_BYTES = 256
 
 
 class BoundAdler32:
@@ -34,21 +36,20 @@ class BoundAdler32:
         check_side(table.rows, "src", nbytes)
 
     @cached_property
-    def launches(self) -> list[tuple[int, Launch]]:
-        """Pieces by the alignment of their loads: 16 for contiguous ones, 1 for the rest."""
+    def launches(self) -> list[tuple[bool, Launch]]:
+        """Contiguous pieces that vectors reach (True), and the rest."""
         rows = merge_rows(address_rows(self.table.rows, dst=addresses_of(self.dst)))
         single = rows["rows"] == 1
         head, body, tail = split_rows(rows[single], 16)
         rest = limit_rows(np.concatenate([rows[~single], head, tail]), MAX_ROW_BYTES)
-        pieces = ((16, limit_rows(body, MAX_ROW_BYTES)), (1, rest))
-        return [(align, self._launch(piece)) for align, piece in pieces if len(piece)]
+        return [(flat, self._launch(piece, flat)) for flat, piece in ((True, body), (False, rest)) if len(piece)]
 
-    def _launch(self, rows: Rows) -> Launch:
+    def _launch(self, rows: Rows, flat: bool) -> Launch:
         """columns: address, stride, weight of the first byte, source stride, bytes per row, bytes, first program,
-        tensor, 1 if without gaps
+        tensor
         """
         total = rows["rows"] * rows["row_bytes"]
-        first_program, piece_of_program = map_programs(tile_count(total, TILE_BYTES))
+        first_program, piece_of_program = map_programs(tile_count(total, TILE_BYTES[flat]))
         columns = (
             rows["dst_offset"],
             rows["dst_stride"],
@@ -58,15 +59,14 @@ class BoundAdler32:
             total,
             first_program,
             rows["src"],
-            is_flat(rows),
         )
         return Launch(np.stack(columns, axis=1), piece_of_program)
 
     @cached_property
-    def uploaded(self) -> list[tuple[int, Any, Any]]:
+    def uploaded(self) -> list[tuple[bool, Any, Any]]:
         from gpusync_kernels.device.launch import upload_launch
 
-        return [(align, *upload_launch(launch, self.device)) for align, launch in self.launches]
+        return [(flat, *upload_launch(launch, self.device)) for flat, launch in self.launches]
 
 
 def bind_adler32(table: SegmentTable, nbytes: npt.ArrayLike, *, dst: Sequence[Buffer]) -> BoundAdler32:
@@ -94,13 +94,21 @@ def adler32_checksums(nbytes: npt.ArrayLike, partials: Ints) -> Ints:
 def adler32_reference(bound: BoundAdler32) -> Ints:
     sums = np.zeros((len(bound.nbytes), 2), np.int64)
     buffers = [byte_view(buffer) for buffer in bound.dst]
-    for segment in limit_rows(merge_rows(bound.table.rows), CHUNK_BYTES):
+    for segment in merge_rows(bound.table.rows):
         for chunk in chunks_of(segment, CHUNK_BYTES):
             dst, offset, stride, tensor, position, step, rows, row_bytes = chunk.tolist()
-            # float64 holds sums of 2**16 products below 2**24 exactly, and its matrix product is the fastest there is
-            data = strided_view(buffers[dst], offset, stride, rows, row_bytes).astype(np.float64)
-            plain = data.sum(axis=1).astype(np.int64)
-            inner = (data @ np.arange(row_bytes, dtype=np.float64)).astype(np.int64)
-            weight = (int(bound.nbytes[tensor]) - position - np.arange(rows) * step) % MODULUS
-            sums[tensor] += plain.sum(), (weight * plain - inner).sum() % MODULUS
+            data = strided_view(buffers[dst], offset, stride, rows, row_bytes)
+            plain, inner = _row_sums(data)
+            after = (int(bound.nbytes[tensor]) - position - row_bytes - np.arange(rows) * step) % MODULUS
+            sums[tensor] += plain.sum() % MODULUS, (inner + after * plain).sum() % MODULUS
     return sums % MODULUS
+
+
+def _row_sums(data: Bytes) -> tuple[Ints, Ints]:
+    """Per row of n bytes, sum d[j] and sum (n - j) d[j], mod 65521. Long rows: taken from zlib's checksum of them."""
+    _rows, nbytes = data.shape
+    if nbytes < LONG_ROW_BYTES:
+        wide = data.astype(np.int64)
+        return wide.sum(axis=1) % MODULUS, (wide * np.arange(nbytes, 0, -1)).sum(axis=1) % MODULUS
+    checksums = np.array([zlib.adler32(row) for row in data], np.int64)
+    return ((checksums & 0xFFFF) - 1) % MODULUS, ((checksums >> 16) - nbytes) % MODULUS

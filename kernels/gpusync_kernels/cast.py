@@ -201,7 +201,8 @@ def narrow(bits: Words, to: FloatFormat) -> Words:
     rounded = (rebased + half + ((rebased >> shift) & np.uint32(1))) >> shift
     if to.exponent_bits < 8:
         # adding 1/2 leaves a subnormal F16, a multiple of 2**-24, rounded to even in the last mantissa bits
-        subnormal = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
+        small = np.where(magnitude < 0x38800000, magnitude, np.uint32(0))
+        subnormal = (small.view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
         rounded = np.where(magnitude < 0x38800000, subnormal, rounded)
         rounded = np.where(magnitude >= 0x47800000, infinity, np.minimum(rounded, infinity))
     quiet = infinity | np.uint32(1 << (to.mantissa_bits - 1))

@@ -62,15 +62,25 @@ class SegmentTable:
         )
 
     @classmethod
-    def strided(cls, **columns: Column) -> SegmentTable:
-        """One keyword per name in FIELDS: integers or arrays, broadcast against each other."""
-        values = np.broadcast_arrays(*(np.atleast_1d(np.asarray(columns.pop(name), np.int64)) for name in FIELDS))
-        if columns:
-            raise TypeError(f"a segment has no {sorted(columns)}")
-        rows = np.empty(values[0].shape, SEGMENT)
+    def strided(
+        cls,
+        *,
+        dst: Column = 0,
+        dst_offset: Column = 0,
+        dst_stride: Column,
+        src: Column = 0,
+        src_offset: Column = 0,
+        src_stride: Column,
+        rows: Column,
+        row_bytes: Column,
+    ) -> SegmentTable:
+        """Rows of bytes. Columns are integers or arrays, broadcast against each other."""
+        columns = (dst, dst_offset, dst_stride, src, src_offset, src_stride, rows, row_bytes)
+        values = np.broadcast_arrays(*(np.atleast_1d(np.asarray(column, np.int64)) for column in columns))
+        table = np.empty(values[0].shape, SEGMENT)
         for name, value in zip(FIELDS, values, strict=True):
-            rows[name] = value
-        return cls(rows)
+            table[name] = value
+        return cls(table)
 
     @classmethod
     def concat(cls, tables: Sequence[SegmentTable]) -> SegmentTable:

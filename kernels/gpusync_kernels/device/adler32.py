@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""adler32 partials on the device: `adler32_reference` over tiles of 4,096 bytes."""
+"""adler32 partials on the device: `adler32_reference` over tiles of 4,096 contiguous bytes, or 1,024 of rows."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from gpusync_kernels.device.tiles import piece_of, rows_of
 
 def launch_adler32(bound: BoundAdler32) -> Ints:
     sums = zeros((len(bound.nbytes), 2), bound.device)
-    for align, table, pieces in bound.uploaded:
-        launch(_adler32_kernel, len(pieces), table, pieces, sums, ALIGN=align, TILE=TILE_BYTES)
+    for flat, table, pieces in bound.uploaded:
+        launch(_adler32_kernel, len(pieces), table, pieces, sums, FLAT=flat, TILE=TILE_BYTES[flat])
     return np.asarray(sums.cpu().numpy() % MODULUS, np.int64)
 
 
 @triton.jit
-def _adler32_kernel(table, piece_of_program, sums, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """sums[tensor] += (sum d, sum w d mod 65521) over one tile, w = tensor's size - position. `table` as `_launch`
-    lays it out in `BoundAdler32`.
+def _adler32_kernel(table, piece_of_program, sums, FLAT: tl.constexpr, TILE: tl.constexpr):
+    """sums[tensor] += (sum d, sum w d mod 65521) over one tile, w = tensor's size - position; `table`: `_launch`.
+
+    FLAT: the piece is contiguous and begins at a multiple of 16; weights inside the tile are then TILE, TILE - 1, ...
 
     Bytes 1 2 3 at positions 4..6 of a tensor of 10: weights 6 5 4, sums += (6, 28)
     """
-    piece = piece_of(table, piece_of_program, 9)
+    piece = piece_of(table, piece_of_program, 8)
     address = tl.load(piece)
     weight = tl.load(piece + 2)
     total = tl.load(piece + 5)
     first = (tl.program_id(0) - tl.load(piece + 6)) * TILE
-    if (tl.load(piece + 8) != 0) & (first + TILE <= total):
-        start = tl.multiple_of((address + first).to(tl.pointer_type(tl.uint8)), ALIGN)
-        data = tl.load(start + tl.arange(0, TILE)).to(tl.uint32)
+    if FLAT:
+        byte = tl.arange(0, TILE)
+        start = tl.multiple_of((address + first).to(tl.pointer_type(tl.uint8)), 16)
+        data = tl.load(start + byte, mask=first + byte < tl.multiple_of(total, 16), other=0).to(tl.uint32)
         plain = tl.sum(data, 0).to(tl.int64)
-        inner = tl.sum((TILE - tl.arange(0, TILE)).to(tl.uint32) * data, 0).to(tl.int64)
-        weighted = inner + (weight - first - TILE) % 65521 * plain
+        inner = tl.sum((TILE - byte).to(tl.uint32) * data, 0).to(tl.int64)
+        # + 65521: in a tile that is not full, the weight before its first byte can be below TILE
+        weighted = inner + (weight - first - TILE + 65521) % 65521 * plain
     else:
         row, byte = rows_of(first, tl.load(piece + 4), TILE)
         inside = first + tl.arange(0, TILE) < total

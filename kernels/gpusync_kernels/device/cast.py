@@ -46,7 +46,8 @@ def _widen(bits, exponent_bits, mantissa_bits, finite, SOURCE: tl.constexpr):
     sign = (bits >> 31) << 31
     wide = magnitude << (23 - mantissa_bits)
     bias = (1 << (exponent_bits - 1)) - 1
-    least = ((128 - bias - mantissa_bits) << 23).to(tl.float32, bitcast=True)
+    # of a subnormal's last bit; bfloat16 needs none, its subnormals are those of float32
+    least = (tl.where(exponent_bits == 8, 127, 128 - bias - mantissa_bits) << 23).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32) * least).to(tl.int32, bitcast=True)
     result = tl.where(magnitude < (1 << mantissa_bits), subnormal, wide + ((127 - bias) << 23))
     top = (1 << (8 * SOURCE - 1)) - tl.where(finite != 0, 1, 1 << mantissa_bits)
@@ -63,7 +64,8 @@ def _narrow(bits, mantissa_bits):
     brain = tl.where(magnitude > 0x7F800000, 0x7FC0, brain)
     rebased = magnitude - 0x38000000
     half = (rebased + 0xFFF + ((rebased >> 13) & 1)) >> 13
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+    small = tl.where(magnitude < 0x38800000, magnitude, 0).to(tl.float32, bitcast=True)
+    subnormal = (small + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
     half = tl.where(magnitude < 0x38800000, subnormal, half)
     half = tl.where((magnitude >= 0x47800000) | (half > 0x7C00), 0x7C00, half)
     half = tl.where(magnitude > 0x7F800000, 0x7E00, half)

@@ -73,8 +73,8 @@ def configurations() -> Iterator[Configuration]:
     chain = {"table": "*i64", "start": "*i64", "sums": "*i64", "tails": "*u8", "keys": "*i64", "out": "*i64"}
     yield Configuration(_chain_kernel, {**chain, "tails": "*i64"}, {"FINISH": False}, num_warps=1)
     yield Configuration(_chain_kernel, chain, {"FINISH": True}, num_warps=1)
-    for align in (16, 1):
-        yield Configuration(_adler32_kernel, {**TABLE, "sums": "*i64"}, {"ALIGN": align, "TILE": TILE_BYTES})
+    for flat, tile in TILE_BYTES.items():
+        yield Configuration(_adler32_kernel, {**TABLE, "sums": "*i64"}, {"FLAT": flat, "TILE": tile})
     for source, target in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2), (4, 4)):
         constants = {"SOURCE": source, "TARGET": target, "TILE": TILE_UNITS}
         yield Configuration(_cast_kernel, TABLE, constants)

@@ -23,11 +23,17 @@ def rows_of(first, row_units, TILE: tl.constexpr):
 
     first = 7, row_units = 3, TILE = 4: rows 2 2 3 3, units 1 2 0 1
     """
-    row = first // row_units
-    column = (first - row * row_units).to(tl.uint32) + tl.arange(0, TILE).to(tl.uint32)
-    width = row_units.to(tl.uint32)
-    step = column // width
-    return row + step.to(tl.int64), (column - step * width).to(tl.int64)
+    if first + TILE <= row_units:
+        row = tl.zeros((TILE,), tl.int64)
+        unit = first + tl.arange(0, TILE)
+    else:
+        start = first // row_units
+        column = (first - start * row_units).to(tl.uint32) + tl.arange(0, TILE).to(tl.uint32)
+        width = row_units.to(tl.uint32)
+        step = column // width
+        row = start + step.to(tl.int64)
+        unit = (column - step * width).to(tl.int64)
+    return row, unit
 
 
 @triton.jit

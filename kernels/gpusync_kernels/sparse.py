@@ -7,20 +7,22 @@ literal streams need a record of the words they replaced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpusync_kernels.buffers import Buffer, Ints, byte_view, device_of, nbytes_of, sizes_of
+from gpusync_kernels.buffers import Buffer, Ints, address_of, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.gs01 import LITERAL, Blob, decode_stream
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
 from gpusync_kernels.sparse_items import blocks_between, join_streams, streams_of
 from gpusync_kernels.word_order import SIGNED, from_order, to_order
+
+BLOB_ALIGN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,8 @@ class BoundSparse:
     def __init__(
         self, table: SegmentTable, *, dst: Sequence[Buffer], payloads: Sequence[Payload], undo: Buffer | None
     ) -> None:
-        self.dst, self.payloads, self.undo = tuple(dst), tuple(payloads), undo
-        self.device = device_of([*self.dst, *(p.data for p in self.payloads), *([] if undo is None else [undo])])
+        self.device = device_of([*dst, *(p.data for p in payloads), *([] if undo is None else [undo])])
+        self.dst, self.payloads, self.undo = tuple(dst), align_payloads(payloads, self.device), undo
         check_side(table.rows, "dst", sizes_of(self.dst))
         check_payloads(self.payloads)
         self.streams = streams_of([(p.source, p.blob) for p in self.payloads])
@@ -160,6 +162,13 @@ def _segments_by_element(rows: Rows, payloads: Sequence[Payload]) -> Rows:
         if payload.source < len(sizes):
             sizes[payload.source] = payload.blob.element_bytes
     return element_rows(merge_rows(rows[sizes[rows["src"]] > 0]), sizes)
+
+
+def align_payloads(payloads: Sequence[Payload], device: Any) -> tuple[Payload, ...]:
+    """Blobs on a device begin at a multiple of 8, as kernels read them: those that do not are copied."""
+    if device is None:
+        return tuple(payloads)
+    return tuple(p if address_of(p.data) % BLOB_ALIGN == 0 else replace(p, data=p.data.clone()) for p in payloads)
 
 
 def check_payloads(payloads: Sequence[Payload]) -> None:

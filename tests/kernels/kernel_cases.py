@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from gpusync_kernels import SegmentTable
+from gpusync_kernels.segments import SEGMENT
+from hypothesis import strategies as st
 
 POISON = 0xA5
 
@@ -59,6 +61,19 @@ def strided_cases() -> SegmentTable:
     columns = np.array(shapes).T
     names = ("dst_offset", "dst_stride", "src_offset", "src_stride", "rows", "row_bytes")
     return SegmentTable.strided(dst=1, src=0, **dict(zip(names, columns, strict=True)))
+
+
+@st.composite
+def tables(draw):
+    """Up to three segments of up to seven short rows, at any offsets; some rows touch, some segments are empty."""
+    rows = []
+    for _ in range(draw(st.integers(0, 3))):
+        row_bytes = draw(st.integers(0, 40))
+        strides = [row_bytes + draw(st.sampled_from([0, 0, 1, 5, 8, 16, 24])) for _ in range(2)]
+        offsets = [draw(st.integers(0, 70)) for _ in range(2)]
+        count = draw(st.integers(0, 7))
+        rows.append((draw(st.integers(0, 1)), offsets[0], strides[0], 0, offsets[1], strides[1], count, row_bytes))
+    return SegmentTable(np.array(rows, SEGMENT) if rows else np.empty(0, SEGMENT))
 
 
 def extent(table: SegmentTable, side: str) -> list[int]:

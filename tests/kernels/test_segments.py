@@ -17,20 +17,7 @@ from gpusync_kernels.segments import (
 from gpusync_kernels.tiling import MAX_PROGRAMS, UNITS, map_programs, move_launch, split_by_unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import brute_pairs, flat_cases, strided_cases
-
-
-@st.composite
-def tables(draw):
-    """Up to three segments of up to seven short rows, at any offsets; some rows touch, some segments are empty."""
-    rows = []
-    for _ in range(draw(st.integers(0, 3))):
-        row_bytes = draw(st.integers(0, 40))
-        strides = [row_bytes + draw(st.sampled_from([0, 0, 1, 5, 8, 16, 24])) for _ in range(2)]
-        offsets = [draw(st.integers(0, 70)) for _ in range(2)]
-        count = draw(st.integers(0, 7))
-        rows.append((draw(st.integers(0, 1)), offsets[0], strides[0], 0, offsets[1], strides[1], count, row_bytes))
-    return SegmentTable(np.array(rows, SEGMENT) if rows else np.empty(0, SEGMENT))
+from kernel_cases import brute_pairs, flat_cases, strided_cases, tables
 
 
 def pairs(*parts) -> list[tuple[int, int, int, int]]:

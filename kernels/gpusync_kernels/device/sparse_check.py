@@ -16,13 +16,14 @@ from gpusync_kernels.buffers import addresses_of, device_of
 from gpusync_kernels.device.gs01 import NUM_WARPS, decode_bits, read_pair, read_unary
 from gpusync_kernels.device.launch import launch, upload_launch, zeros
 from gpusync_kernels.device.tiles import piece_of
-from gpusync_kernels.sparse import Payload
+from gpusync_kernels.sparse import Payload, align_payloads
 from gpusync_kernels.sparse_items import streams_of
 from gpusync_kernels.tiling import Launch, map_programs
 
 
 def launch_sparse_check(payloads: Sequence[Payload]) -> npt.NDArray[np.bool_]:
     device = device_of([payload.data for payload in payloads])
+    payloads = align_payloads(payloads, device)
     bitmap_words = np.array([-(-payload.blob.elements // 32) for payload in payloads], np.int64)
     bitmaps = zeros((int(bitmap_words.sum()),), device, np.int32)
     faults = zeros((len(payloads),), device, np.int32)

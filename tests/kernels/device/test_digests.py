@@ -30,7 +30,7 @@ from kernel_cases import assert_same_bytes, random_bytes
 pytestmark = pytest.mark.gpu
 
 # the shortest block form, a stripe -1 / 0 / +1 around blocks, one block to three, a tile of 32 blocks and a little, odd
-SIZES = (241, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3072, 32768, 32769, 33793, 70_007)
+SIZES = (241, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3072, 32768, 32769, 40_007)
 
 
 def whole(sizes) -> SegmentTable:
@@ -98,7 +98,7 @@ def test_fused_xor(phase, place):
     assert digests == [xxhash.xxh3_128_hexdigest(tensor) for tensor in new]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(12, 4096), (30, 1000), (37, 192), (6, 45), (3, 6001)])
+@pytest.mark.parametrize(("rows", "columns"), [(12, 4096), (30, 1000), (37, 192), (3, 85), (3, 3001)])
 def test_slices_equal_the_reference(rows, columns, place):
     """Column slices: whole blocks a row, partial blocks, several rows a block, odd widths (cut words)."""
     tensor = random_bytes(np.random.default_rng(6), rows * columns)

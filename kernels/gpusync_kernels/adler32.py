@@ -45,9 +45,7 @@ class BoundAdler32:
         return [(flat, self._launch(piece, flat)) for flat, piece in ((True, body), (False, rest)) if len(piece)]
 
     def _launch(self, rows: Rows, flat: bool) -> Launch:
-        """columns: address, stride, weight of the first byte, source stride, bytes per row, bytes, first program,
-        tensor
-        """
+        """columns: address, stride, weight of byte 0, source stride, bytes per row, bytes, first program, tensor"""
         total = rows["rows"] * rows["row_bytes"]
         first_program, piece_of_program = map_programs(tile_count(total, TILE_BYTES[flat]))
         columns = (

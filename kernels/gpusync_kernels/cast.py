@@ -16,7 +16,7 @@ import numpy as np
 
 from gpusync_kernels.buffers import Buffer, Bytes, Ints, addresses_of, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.copy import copy_segments
-from gpusync_kernels.moves import Moves, check_side, strided_view
+from gpusync_kernels.moves import Moves, check_side, strided_view, tiles_of
 from gpusync_kernels.placed import UNSIGNED
 from gpusync_kernels.segments import Rows, SegmentTable, limit_rows, merge_rows
 from gpusync_kernels.tiling import MAX_ROW_BYTES, Launch, map_programs, tile_count
@@ -168,9 +168,12 @@ def restore_cast(bound: BoundCasts) -> None:
 
 def cast_reference(bound: BoundCasts) -> None:
     for src_dtype, dst_dtype, target, source in bound.views():
-        bits = widen(np.ascontiguousarray(source).view(UNSIGNED[FORMATS[src_dtype].nbytes]), FORMATS[src_dtype])
-        words = bits if dst_dtype == "F32" else narrow(bits, FORMATS[dst_dtype])
-        target[...] = words.view(np.uint8).reshape(target.shape)
+        of, to = FORMATS[src_dtype], FORMATS[dst_dtype]
+        for rows, columns in tiles_of(source.shape[0], source.shape[1] // of.nbytes):
+            part = np.ascontiguousarray(source[rows, columns.start * of.nbytes : columns.stop * of.nbytes])
+            bits = widen(part.view(UNSIGNED[of.nbytes]), of)
+            words = bits if dst_dtype == "F32" else narrow(bits, to)
+            target[rows, columns.start * to.nbytes : columns.stop * to.nbytes] = words.view(np.uint8)
 
 
 def widen(words: Words, of: FloatFormat) -> Words:

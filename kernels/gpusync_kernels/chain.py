@@ -33,9 +33,7 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Per tensor: begin with `lanes` (host, uint64 [tensors, 8]) before block `first_block`, stop before
-    `stop_block`.
-    """
+    """Per tensor: `lanes` (host, uint64 [tensors, 8]) before block `first_block`; stop before block `stop_block`."""
 
     lanes: U64
     first_block: Ints
@@ -70,8 +68,7 @@ def chain_digests(layout: SumsLayout, sums: Sums, tails: Any, links: Links | Non
 
 
 def fingerprints(bound: BoundSums, sums: Sums = None) -> U64:
-    """A digest per tensor of the bytes that this table holds of it, uint64 [tensors, 2]; other bytes count as zero
-    sums.
+    """A digest per tensor of the bytes this table holds of it, uint64 [tensors, 2]; others count as zero sums.
 
     Equal bytes under the same table give equal fingerprints; no exchange is needed. `sums`, if already made, are
     those of `block_sums(bound)` alone; cut words are added to them.

@@ -37,9 +37,7 @@ END_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A parsed head. `offsets`, int64 [streams, 5]: where literals, index, unary and fields begin, and the stream
-    ends.
-    """
+    """A parsed head. `offsets`, int64 [streams, 5]: where literals, index, unary and fields begin; the end."""
 
     element_bytes: int
     order: int
@@ -97,8 +95,7 @@ def parse_blob(head: ByteString, nbytes: int) -> Blob:
 def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, stop_block: int | None = None) -> Any:
     """`(positions, values, first rank)` of the changes in blocks [first_block, stop_block) of one stream.
 
-    Positions are int64 elements of the tensor; values the v step bits, uint32; ranks count changes from the stream's
-    first.
+    Positions are int64 elements of the tensor; values the v step bits, uint32; ranks count from the stream's start.
     """
     head = blob.streams[stream]
     k, v, count, nbits = (int(head[name]) for name in ("k", "v", "count", "nbits"))

@@ -12,6 +12,8 @@ from gpusync_kernels.buffers import Buffer, Bytes, Ints, addresses_of, byte_view
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows, row_extent
 from gpusync_kernels.tiling import Launch, address_rows, move_launch, split_by_unit
 
+TILE_ELEMENTS = 1 << 15
+
 
 class Moves:
     """Made by `bind_moves`. Holds the buffers; `device` is None when they lie in host memory."""
@@ -59,6 +61,15 @@ def strided_view(buffer: Bytes, offset: int, stride: int, rows: int, row_bytes: 
     if rows == 1:
         return buffer[offset : offset + row_bytes].reshape(1, -1)
     return np.ndarray((rows, row_bytes), np.uint8, buffer=buffer, offset=offset, strides=(stride, 1))
+
+
+def tiles_of(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of a [rows, columns] array of elements, small enough that what is calculated of one stays in a cache."""
+    width = min(columns, TILE_ELEMENTS)
+    height = max(1, TILE_ELEMENTS // max(width, 1))
+    for row in range(0, rows, height):
+        for column in range(0, columns, max(width, 1)):
+            yield slice(row, row + height), slice(column, column + width)
 
 
 def check_side(rows: Rows, side: str, sizes: Ints) -> None:

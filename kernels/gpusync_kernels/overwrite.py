@@ -127,9 +127,7 @@ def xor_words(bound: BoundChanges) -> None:
 
 
 def keep_old_words(bound: BoundChanges) -> None:
-    """Gathers what stands at the positions into each change's `old`. Words that this rank does not hold stay as they
-    are.
-    """
+    """Gathers what stands at the positions into each change's `old`; what this rank does not hold stays as it is."""
     _require_old(bound)
     _run(bound, "keep")
 

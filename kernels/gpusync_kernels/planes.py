@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpusync_kernels.buffers import Buffer, Bytes, Ints, addresses_of, byte_view, device_of, nbytes_of, sizes_of
-from gpusync_kernels.moves import check_side, strided_view
+from gpusync_kernels.moves import check_side, strided_view, tiles_of
 from gpusync_kernels.placed import UNSIGNED, element_rows
 from gpusync_kernels.segments import Rows, SegmentTable, limit_rows, merge_rows, split_rows
 from gpusync_kernels.tiling import MAX_ROW_BYTES, Launch, map_programs, tile_count
@@ -57,9 +57,7 @@ class BoundPlanes:
         self.element_bytes = np.array([each.element_bytes for each in self.planes], np.int64)
 
     def views(self) -> Iterator[tuple[Planes, Bytes, list[Bytes], Bytes | None]]:
-        """Per segment: its planes, its words' bytes [rows, row bytes], each plane [rows, elements], the old words'
-        bytes.
-        """
+        """Per segment: its planes, its bytes [rows, row bytes], each plane [rows, elements], the old words' bytes."""
         for segment in element_rows(merge_rows(self.table.rows), self.element_bytes).tolist():
             to, to_offset, to_stride, source, first, stride, rows, elements = segment
             planes = self.planes[source]
@@ -132,9 +130,7 @@ class BoundPlanes:
 
 
 def tile_elements(element_bytes: int, unit: int) -> int:
-    """How many elements a program works on: 16 per lane where they are moved together, 8 where registers would run
-    out.
-    """
+    """How many elements a program works on: 16 per lane where they move together, 8 where registers run out."""
     return 2048 if unit == VECTOR and element_bytes < 8 else 1024
 
 
@@ -194,20 +190,29 @@ def _read(bound: BoundPlanes, mode: str) -> None:
 
 def write_planes_reference(bound: BoundPlanes, mode: str) -> None:
     for planes, target, each, _ in bound.views():
-        words = np.stack(each, axis=-1).view(UNSIGNED[planes.element_bytes])[..., 0]
-        if mode != "full":
-            words = _stepped(_contiguous(target, planes), words, planes.order, mode)
-        target[...] = np.ascontiguousarray(words).view(np.uint8).reshape(target.shape)
+        for rows, columns in tiles_of(*each[0].shape):
+            part = target[rows, _bytes(columns, planes)]
+            words = np.stack([plane[rows, columns] for plane in each], axis=-1)
+            words = words.view(UNSIGNED[planes.element_bytes])[..., 0]
+            if mode != "full":
+                words = _stepped(_words(part, planes), words, planes.order, mode)
+            part[...] = np.ascontiguousarray(words).view(np.uint8)
 
 
 def read_planes_reference(bound: BoundPlanes, mode: str) -> None:
     for planes, target, each, old in bound.views():
-        words = _contiguous(target, planes)
-        if mode == "steps" and old is not None:
-            words = _zigzag(to_order(words, planes.order) - to_order(_contiguous(old, planes), planes.order))
-        split = words.view(np.uint8).reshape(*words.shape, planes.element_bytes)
-        for number, plane in enumerate(each):
-            plane[...] = split[..., number]
+        for rows, columns in tiles_of(*each[0].shape):
+            words = _words(target[rows, _bytes(columns, planes)], planes)
+            if mode == "steps" and old is not None:
+                before = _words(old[rows, _bytes(columns, planes)], planes)
+                words = _zigzag(to_order(words, planes.order) - to_order(before, planes.order))
+            split = words.view(np.uint8).reshape(*words.shape, planes.element_bytes)
+            for number, plane in enumerate(each):
+                plane[rows, columns] = split[..., number]
+
+
+def _bytes(columns: slice, planes: Planes) -> slice:
+    return slice(columns.start * planes.element_bytes, columns.stop * planes.element_bytes)
 
 
 def _stepped(words: Words, coded: Words, order: int, mode: str) -> Words:
@@ -224,6 +229,6 @@ def _zigzag(steps: Words) -> Words:
     return coded.view(UNSIGNED[steps.itemsize])
 
 
-def _contiguous(data: Bytes, planes: Planes) -> Words:
+def _words(data: Bytes, planes: Planes) -> Words:
     """Rows of bytes as rows of words, a copy where they are not contiguous."""
     return np.ascontiguousarray(data).view(UNSIGNED[planes.element_bytes])

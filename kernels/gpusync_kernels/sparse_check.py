@@ -1,5 +1,4 @@
-"""What makes a GS01 blob unsafe to apply although its head is right: a wrong index, a position outside, an element
-twice.
+"""What makes a GS01 blob with a sound head unsafe: a wrong index, a position outside, an element twice.
 
 A wrong index would make the block-parallel decoder differ from the sequential one, and two changes of one element
 race on a device. Everything else that a damaged blob can do is to decode to other values, which the digest notices.

@@ -1,6 +1,4 @@
-"""The streams of many GS01 blobs in one list, and their launches: one per element width, over all tensors. Pure
-numpy.
-"""
+"""The streams of many GS01 blobs in one list, and their launches, one per element width. Pure numpy."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def join_streams(streams: npt.NDArray[Any], segments: Rows) -> tuple[Ints, Ints]
 
 
 def blocks_between(stream: Any, index: npt.NDArray[np.uint32], low: int, high: int) -> tuple[int, int]:
-    """The blocks of a stream that can hold elements [low, high) of the tensor, by a binary search on the index
-    positions.
-    """
+    """The blocks of a stream that can hold elements [low, high) of the tensor: a binary search on the index."""
     base = int(stream["base"])
     first = int(np.searchsorted(index, max(low - base, 0), "right")) - 1
     stop = int(np.searchsorted(index, max(high - base, 0), "left"))

@@ -1,5 +1,4 @@
-"""Block sums of XXH3 for the bytes that a rank holds: destination = the rank's bytes, source = the tensor they belong
-to.
+"""Block sums of XXH3 for the bytes that a rank holds: destination = the rank's bytes, source = their tensor.
 
 A table is cut into pieces (`sums_pieces.py`): whole blocks, whose sums are written; other whole words, which are added,
 since several pieces may share a block; and cut words, of which a row holds only some bytes. A cut word contributes

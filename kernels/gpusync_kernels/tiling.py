@@ -50,9 +50,7 @@ def tile_count(units: Ints, tile_units: int = TILE_UNITS) -> Ints:
 
 
 def address_rows(rows: Rows, *, dst: Ints | None = None, src: Ints | None = None) -> Rows:
-    """Offsets replaced by addresses: `dst[i]` is where destination buffer i begins. A side left out keeps its
-    offsets.
-    """
+    """Offsets replaced by addresses: `dst[i]` is where destination buffer i begins. A side may be left out."""
     rows = rows.copy()
     if dst is not None:
         rows["dst_offset"] += dst[rows["dst"]]

@@ -1,5 +1,4 @@
-"""XXH3-128 (seed 0) taken apart: its constants, and where the block sums of many tensors lie. Tensors over 240 bytes
-only.
+"""XXH3-128 (seed 0) of more than 240 bytes, taken apart: constants, and where the sums of many tensors lie.
 
 Inside a block of 1,024 bytes the hash adds every 8-byte word into eight 64-bit lanes, wrapping; addition commutes, so
 the sums of a block can be made by any number of programs or ranks, each for the words it holds (`sums.py`).

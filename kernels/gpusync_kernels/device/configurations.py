@@ -1,5 +1,4 @@
-"""Every kernel with every set of constants that a launcher can choose: what is compiled at attach, and what tests
-compile.
+"""Every kernel with every set of constants that a launcher can choose: compiled at attach, and by the tests.
 
 Pointers are to tables that torch allocated, so they are multiples of 16; sizes are in the tables. Hence one entry
 here is one binary.
@@ -81,8 +80,7 @@ def configurations() -> Iterator[Configuration]:
 
 
 def compile_all(device: torch.device) -> int:
-    """Compiles every configuration for `device` (seconds each, cached on disk by Triton), so that no launch has to
-    wait.
+    """Compiles every configuration for `device` (Triton caches them on disk), so that no launch has to wait.
 
     Returns how many there are.
     """

@@ -25,8 +25,7 @@ def read_unary(unary, block, nbits):
 
 @triton.jit
 def decode_bits(bits, words, fields, rank, count, k, v):
-    """`(is a change, rank in the block, running position, value)` for each bit, `rank` ones having come before the
-    block.
+    """`(is a change, rank in the block, running position, value)` of each bit; `rank` ones came before the block.
 
     The running position is the sum of what the bits up to and with this one add: a one its low bits + 1, a zero 2**k.
     A rank of `count` or more is no change: a wrong index cannot lead outside the fields.

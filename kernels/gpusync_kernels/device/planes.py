@@ -41,8 +41,7 @@ def _mode(mode: int, device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _write_planes_kernel(table, piece_of_program, mode, ELEMENT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """Words from planes, or planes' steps added to words (mode 1) or taken off (mode -1); `table`:
-    `BoundPlanes._launch`.
+    """Words from planes, or steps added to words (mode 1) or taken off (-1); `table`: `BoundPlanes._launch`.
 
     ELEMENT = 2, order 0, mode 1: planes 02 03 00 00 are steps 1 -2; words before = 5 5, after = 6 3
     """

@@ -48,8 +48,7 @@ def launch_sparse(bound: BoundSparse, *, revert: bool) -> None:
 
 @triton.jit
 def _sparse_kernel(table, piece_of_program, ELEMENT: tl.constexpr):
-    """The changes of one index block that a segment holds: step added or literal word written. `table`:
-    `sparse_launch`.
+    """The changes of an index block that a segment holds: steps added, literals written; `table`: `sparse_launch`.
 
     ELEMENT = 2, order 1, one change at element 3 with d = -2: dst[3] before = 0x0001 (M = 1), after = 0x8000 (M = -1)
     """

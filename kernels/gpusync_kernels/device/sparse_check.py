@@ -1,7 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The check of GS01 blobs on the device: `sparse_check_reference`, one index block a program, one launch for all
-blobs.
-"""
+"""The check of GS01 blobs on the device: `sparse_check_reference`, one index block a program."""
 
 from __future__ import annotations
 

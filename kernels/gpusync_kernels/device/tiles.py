@@ -58,8 +58,7 @@ def row_pointers(address, stride, row, unit, UNIT: tl.constexpr):
 
 @triton.jit
 def place(offset, rows, row_elements, src_stride, dst_stride, ELEMENT: tl.constexpr, WIDE: tl.constexpr):
-    """`(held, byte offset)` of elements `offset` after a segment's first one: `placed.locate`. Where not held, no
-    offset.
+    """`(held, byte offset)` of elements `offset` after a segment's first one, as `placed.locate`. Not held: no offset.
 
     Without WIDE, offsets are below 2**32 and divided in 32 bits.
 

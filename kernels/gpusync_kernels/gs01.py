@@ -30,7 +30,6 @@ DESCRIPTOR = np.dtype(
     [("count", "<u4"), ("nbits", "<u4"), ("part", "<u4"), ("g", "u1"), ("k", "u1"), ("v", "u1"), ("kind", "u1")]
 )
 BLOCK_BITS = 1024
-BLOCK_WORDS = BLOCK_BITS // 32
 LITERAL = 1
 END_BYTES = 8
 

@@ -60,6 +60,11 @@ class BoundAdler32:
         )
         return Launch(np.stack(columns, axis=1), piece_of_program)
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.uploaded
+
     @cached_property
     def uploaded(self) -> list[tuple[bool, Any, Any]]:
         from gpusync_kernels.device.launch import upload_launch

@@ -90,6 +90,14 @@ class BoundCasts:
             source = strided_view(byte_view(self.src[at]), at_offset * narrow, at_stride * narrow, rows, row * narrow)
             yield src_dtype, dst_dtype, target, source
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        for moves in (self.keep, self.restore):
+            if moves is not None:
+                moves.upload()
+        if self.device is not None:
+            _ = self.uploaded
+
     @cached_property
     def uploaded(self) -> list[tuple[int, int, Any, Any]]:
         """`(source width, destination width, table, programs' map)`, one per pair of widths."""

@@ -34,6 +34,11 @@ class Moves:
                 strided_view(src[at], at_offset, at_stride, rows, row_bytes),
             )
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.uploaded
+
     @cached_property
     def launches(self) -> list[tuple[int, Launch]]:
         """One launch per unit that occurs, at most three."""

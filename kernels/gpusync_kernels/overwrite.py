@@ -78,6 +78,11 @@ class BoundChanges:
         table, pieces = upload_launch(launch, self.device)
         return table, upload(restoring, self.device), pieces
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.uploaded
+
     def _launch(self) -> Launch:
         """columns: positions, words, old words, count, what to add to a position, destination, its stride, source
         stride, rows, elements per row, first program, bytes per position
@@ -85,13 +90,16 @@ class BoundChanges:
         i, rows = self.change_of, self.rows[self.segment_of]
         destination = addresses_of(self.dst)[rows["dst"]] + rows["dst_offset"]
         words, old = _addresses([c.words for c in self.changes]), _addresses([c.old for c in self.changes])
+        positions = _addresses([c.positions for c in self.changes])
         for address in (destination, words[i], old[i]):
             if (address % self.element_bytes != 0).any():
                 raise ValueError(f"words of {self.element_bytes} bytes lie at an address that is no multiple of it")
+        if (positions % self.position_bytes != 0).any():
+            raise ValueError(f"positions of {self.position_bytes} bytes lie at an address that is no multiple of it")
         first = np.array([change.first_element for change in self.changes], np.int64)
         first_program, piece_of_program = map_programs(tile_count(self.counts[i]))
         columns = (
-            _addresses([c.positions for c in self.changes])[i],
+            positions[i],
             words[i],
             old[i],
             self.counts[i],

@@ -67,6 +67,11 @@ class BoundPlanes:
             old = strided_view(byte_view(self.old[to]), *place) if self.old else None
             yield planes, strided_view(byte_view(self.dst[to]), *place), each, old
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.uploaded
+
     @cached_property
     def uploaded(self) -> list[tuple[int, int, Any, Any]]:
         """`(element width, elements per lane, table, programs' map)`, at most two per width."""

@@ -86,6 +86,11 @@ class BoundSparse:
             ranks = np.arange(rank, rank + len(positions))[held]
             yield stream, elements_of(buffers, segment, element_bytes), values[held], index, ranks
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.uploaded
+
     @cached_property
     def uploaded(self) -> tuple[Any, Any]:
         """`(apply, revert)`: lists of `(element width, table, programs' map)`."""

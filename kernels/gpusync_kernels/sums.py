@@ -59,6 +59,30 @@ class BoundSums:
 
         return zeros((self.layout.allocated_rows, LANES), self.device)
 
+    def upload(self) -> None:
+        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
+        if self.device is not None:
+            _ = self.block_tables, self.word_tables, self.cut_tables
+        for moves in (self.tails[1], self.unfused if self.payload else None):
+            if moves is not None:
+                moves.upload()
+
+    @cached_property
+    def tails(self) -> tuple[Any, Moves]:
+        """A buffer [tensors, 64] for the last bytes of every tensor, and the copy that fills it."""
+        shape = (len(self.layout), STRIPE_BYTES)
+        if self.device is None:
+            buffer: Any = np.zeros(shape, np.uint8)
+        else:
+            from gpusync_kernels.device.launch import zeros
+
+            buffer = zeros(shape, self.device, np.uint8)
+        start = self.layout.nbytes - STRIPE_BYTES
+        rows = self.table.clipped(start, self.layout.nbytes).swapped().rows.copy()
+        rows["dst_offset"] += rows["dst"] * STRIPE_BYTES - start[rows["dst"]]
+        rows["dst"] = 0
+        return buffer, Moves(SegmentTable(rows), dst=[buffer], src=self.dst)
+
     def _payload_moves(self, rows: Rows) -> Moves:
         """The xor of these rows: positions in the tensor become positions in its payload."""
         rows = rows.copy()
@@ -157,19 +181,9 @@ def add_cut_words(bound: BoundSums, sums: Sums) -> None:
 
 def gather_tails(bound: BoundSums) -> Any:
     """uint8 [tensors, 64]: the last 64 bytes of every tensor, zero where the table does not hold them."""
-    shape = (len(bound.layout), STRIPE_BYTES)
-    if bound.device is None:
-        tails: Any = np.zeros(shape, np.uint8)
-    else:
-        from gpusync_kernels.device.launch import zeros
-
-        tails = zeros(shape, bound.device, np.uint8)
-    start = bound.layout.nbytes - STRIPE_BYTES
-    rows = bound.table.clipped(start, bound.layout.nbytes).swapped().rows.copy()
-    rows["dst_offset"] += rows["dst"] * STRIPE_BYTES - start[rows["dst"]]
-    rows["dst"] = 0
-    copy_segments(Moves(SegmentTable(rows), dst=[tails], src=bound.dst))
-    return tails
+    buffer, moves = bound.tails
+    copy_segments(moves)
+    return buffer.copy() if bound.device is None else buffer.clone()
 
 
 def add_words(

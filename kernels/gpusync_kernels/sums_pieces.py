@@ -29,7 +29,7 @@ def cut_into_pieces(rows: Rows, layout: SumsLayout) -> Pieces:
     """3,005 bytes from byte 1,000 of a tensor of 5,000 on: two blocks (1024..3071), words before (1000..1023) and after
     them (3072..3999), and a cut word (4000..4004).
     """
-    rows = merge_rows(rows)
+    rows = _merge_whole_words(rows)
     covered = layout.word_bytes[rows["src"]]
     inside = deal_rows(clip_source(rows, np.zeros_like(covered), covered), WORD_BYTES)
     beyond = clip_source(rows, covered, layout.nbytes[rows["src"]])
@@ -37,6 +37,17 @@ def cut_into_pieces(rows: Rows, layout: SumsLayout) -> Pieces:
     long = words["row_bytes"] >= BLOCK_BYTES
     before, blocks, after = split_rows(deal_rows(words[long], BLOCK_BYTES), BLOCK_BYTES, "src")
     return Pieces(blocks, np.concatenate([words[~long], before, after]), np.concatenate([first, last]), beyond)
+
+
+def _merge_whole_words(rows: Rows) -> Rows:
+    """`merge_rows`, except where merging would make a cut word whole.
+
+    Else a fingerprint would depend on whether rows also touch in the destination, which they may in a scratch alone.
+    """
+    words = (rows["src_offset"] % WORD_BYTES == 0) & (rows["row_bytes"] % WORD_BYTES == 0)
+    mergeable = words | (rows["rows"] == 1)
+    apart = rows[~mergeable]
+    return np.concatenate([merge_rows(rows[mergeable]), apart[(apart["rows"] > 0) & (apart["row_bytes"] > 0)]])
 
 
 def demote_unaligned(pieces: Pieces, dst: Ints, payload: Ints | None) -> tuple[Rows, Rows]:

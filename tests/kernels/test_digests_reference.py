@@ -17,9 +17,11 @@ from gpusync_kernels import (
     adler32_partials,
     advance,
     bind_adler32,
+    bind_moves,
     bind_sums,
     block_sums,
     chain_digests,
+    copy_segments,
     fingerprints,
     gather_tails,
     hex_digests,
@@ -114,6 +116,22 @@ def test_a_fingerprint_sees_every_byte_it_holds_and_no_other(size, data):
     held[data.draw(st.integers(0, nbytes - 1))] ^= 1 << data.draw(st.integers(0, 7))
     after = fingerprints(bind_sums(SegmentTable.flat(src_offset=start, nbytes=nbytes), layout, dst=[held]))
     assert not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize(("offset", "row_bytes"), [(0, 5), (3, 16), (0, 16), (1, 1)])
+def test_a_fingerprint_does_not_depend_on_where_rows_lie(offset, row_bytes):
+    """Rows that touch in the tensor, and in a packed scratch, but not in the live buffer."""
+    size = 60 * row_bytes + 300
+    live = random_bytes(np.random.default_rng(6), 60 * (row_bytes + 3))
+    table = SegmentTable.strided(
+        dst_stride=row_bytes + 3, src_offset=offset, src_stride=row_bytes, rows=60, row_bytes=row_bytes
+    )
+    packed, nbytes = table.packed()
+    scratch = np.zeros(nbytes, np.uint8)
+    copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=[live]))
+    layout = SumsLayout.of([size])
+    found, expected = (bind_sums(each, layout, dst=[data]) for each, data in ((packed, scratch), (table, live)))
+    assert_same_bytes(fingerprints(found), fingerprints(expected))
 
 
 def test_one_sum_by_hand():

@@ -117,6 +117,7 @@ def run_all(count: int) -> None:
     read_step_planes(planes)
     layout = SumsLayout.of(np.full(count, SIZE))
     sums = bind_sums(table, layout, dst=[dst], payload=src)
+    sums.upload()
     chain_digests(layout, block_sums(sums), gather_tails(sums))
     xor_block_sums(sums)
     fingerprints(sums)

@@ -13,7 +13,7 @@ from gpusync_kernels.buffers import address_of, addresses_of
 from gpusync_kernels.device.gs01 import NUM_WARPS, decode_bits, read_pair, read_unary
 from gpusync_kernels.device.launch import launch, upload_launch
 from gpusync_kernels.device.tiles import piece_of, place, words_at
-from gpusync_kernels.sparse import BoundSparse
+from gpusync_kernels.sparse import BLOB_ALIGN, BoundSparse
 from gpusync_kernels.sparse_items import sparse_launch
 
 
@@ -25,6 +25,8 @@ def upload_sparse(bound: BoundSparse, *, revert: bool) -> list[tuple[int, torch.
     if (dst % streams["element_bytes"] != 0).any():
         raise ValueError("a destination lies at an address that is no multiple of its element size")
     undo = 0 if bound.undo is None else address_of(bound.undo)
+    if undo % BLOB_ALIGN != 0:
+        raise ValueError(f"the undo record begins off a multiple of {BLOB_ALIGN}")
     launches = []
     for width in np.unique(streams["element_bytes"]).tolist():
         some = streams["element_bytes"] == width

@@ -1,0 +1,181 @@
+"""GS01, the sparse-step payload: what a blob's head says, and the reference decoder of its streams. Pure numpy.
+
+    head 24 bytes | S descriptors of 16 | per stream: literals, index, unary, fields, padded to 8 | 8 zero bytes
+
+A stream is a list of changes: ascending positions, each with a step (or, in a literal stream, a new word). Position
+gaps are Rice-coded: the high part as zero bits before a one in `unary`, the low k bits in `fields`, where v bits of
+step follow. `index` has (position, rank) at every 1,024th unary bit, so that blocks of unary bits decode
+independently.
+
+`parse_blob` checks what is needed to stay inside the blob; the decoders trust its bits as far as that allows. A damaged
+blob decodes to other changes, never to an access outside.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync_kernels.buffers import Bytes, Ints
+
+ByteString: TypeAlias = bytes | bytearray | memoryview | Bytes
+
+MAGIC = b"GS01"
+HEAD = struct.Struct("<4sBBBBQII")
+DESCRIPTOR = np.dtype(
+    [("count", "<u4"), ("nbits", "<u4"), ("part", "<u4"), ("g", "u1"), ("k", "u1"), ("v", "u1"), ("kind", "u1")]
+)
+BLOCK_BITS = 1024
+BLOCK_WORDS = BLOCK_BITS // 32
+LITERAL = 1
+END_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A parsed head. `offsets`, int64 [streams, 5]: where literals, index, unary and fields begin, and the stream
+    ends.
+    """
+
+    element_bytes: int
+    order: int
+    part_log2: int
+    elements: int
+    streams: npt.NDArray[Any]
+    offsets: Ints
+    nbytes: int
+
+    @property
+    def base(self) -> Ints:
+        """Per stream, the element that its positions count from."""
+        return self.streams["part"].astype(np.int64) << self.part_log2
+
+    @property
+    def span(self) -> Ints:
+        """Per stream, how many elements its part has."""
+        return np.minimum(self.elements - self.base, 1 << self.part_log2)
+
+    @property
+    def blocks(self) -> Ints:
+        """Per stream, how many index blocks it has."""
+        return -(-self.streams["nbits"].astype(np.int64) // BLOCK_BITS)
+
+    @property
+    def literal_bytes(self) -> Ints:
+        """Per stream, the bytes of its literal words, padded to 8; 0 for a step stream."""
+        return _literal_bytes(self.streams, self.element_bytes)
+
+
+def head_bytes(start: ByteString) -> int:
+    """How many bytes from the blob's first on `parse_blob` needs, told from the first 24."""
+    return HEAD.size + DESCRIPTOR.itemsize * int(HEAD.unpack(bytes(start[: HEAD.size]))[6])
+
+
+def parse_blob(head: ByteString, nbytes: int) -> Blob:
+    """The head and descriptors of a blob of `nbytes` bytes. `head` may be all of it or `head_bytes` of it.
+
+    Raises ValueError where fields contradict each other or the length.
+    """
+    _require(nbytes >= HEAD.size + END_BYTES and len(head) >= HEAD.size, f"{nbytes} bytes are too few")
+    magic, element_bytes, order, part_log2, zero, elements, count, zeros = HEAD.unpack(bytes(head[: HEAD.size]))
+    _require(magic == MAGIC, f"magic is {magic!r}")
+    _require(element_bytes in (1, 2, 4, 8) and order <= 1, f"element size {element_bytes}, order {order}")
+    _require(10 <= part_log2 <= 31 and zero == 0 and zeros == 0, "part size or reserved fields out of range")
+    _require(elements < 1 << 60, f"{elements} elements")
+    start = HEAD.size + DESCRIPTOR.itemsize * count
+    _require(count >= 1 and start + END_BYTES <= nbytes and len(head) >= start, f"{count} streams do not fit")
+    streams = np.frombuffer(head, DESCRIPTOR, count=count, offset=HEAD.size)
+    blob = Blob(element_bytes, order, part_log2, elements, streams, _offsets(streams, element_bytes, start), nbytes)
+    _check_streams(blob)
+    return blob
+
+
+def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, stop_block: int | None = None) -> Any:
+    """`(positions, values, first rank)` of the changes in blocks [first_block, stop_block) of one stream.
+
+    Positions are int64 elements of the tensor; values the v step bits, uint32; ranks count changes from the stream's
+    first.
+    """
+    head = blob.streams[stream]
+    k, v, count, nbits = (int(head[name]) for name in ("k", "v", "count", "nbits"))
+    _, index_at, unary_at, fields_at, _ = blob.offsets[stream].tolist()
+    stop_block = int(blob.blocks[stream]) if stop_block is None else stop_block
+    position, rank = data[index_at + 8 * first_block :][:8].view("<u4").astype(np.int64).tolist()
+    first_bit, stop_bit = BLOCK_BITS * first_block, min(BLOCK_BITS * stop_block, nbits)
+    unary = data[unary_at + first_bit // 8 : unary_at + -(-stop_bit // 32) * 4]
+    ones = np.flatnonzero(np.unpackbits(unary, count=stop_bit - first_bit, bitorder="little"))[: max(count - rank, 0)]
+    fields = unpack_fields(data[fields_at : fields_at + -(-count * (k + v) // 32) * 4], k + v, rank, len(ones))
+    low = (fields & np.uint32((1 << k) - 1)).astype(np.int64) + 1
+    positions = position + ((ones - np.arange(len(ones))) << k) + np.cumsum(low) - 1
+    return positions + int(blob.base[stream]), fields >> np.uint32(k), rank
+
+
+def unpack_fields(data: Bytes, width: int, first: int, count: int) -> npt.NDArray[np.uint32]:
+    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on into little-endian u32 words."""
+    if width == 0 or count == 0:
+        return np.zeros(count, np.uint32)
+    skipped = first % 32  # 32 fields fill `width` words: every column of such a row has one shift
+    groups = -(-(skipped + count) // 32)
+    start = first // 32 * width
+    words = np.zeros(groups * width, np.uint32)
+    source = data.view("<u4")[start : start + groups * width]
+    words[: len(source)] = source
+    words = np.concatenate([words.reshape(groups, width), np.zeros((groups, 1), np.uint32)], axis=1)
+    fields = np.empty((groups, 32), np.uint32)
+    for column in range(32):
+        word, shift = divmod(column * width, 32)
+        field = words[:, word] >> np.uint32(shift)
+        if shift + width > 32:
+            field |= words[:, word + 1] << np.uint32(32 - shift)
+        fields[:, column] = field
+    return fields.reshape(-1)[skipped : skipped + count] & np.uint32((1 << width) - 1)
+
+
+def _offsets(streams: npt.NDArray[Any], element_bytes: int, start: int) -> Ints:
+    nbits, count = streams["nbits"].astype(np.int64), streams["count"].astype(np.int64)
+    literal = _literal_bytes(streams, element_bytes)
+    index = 8 * -(-nbits // BLOCK_BITS)
+    unary = 4 * -(-nbits // 32)
+    fields = 4 * -(-count * (streams["k"].astype(np.int64) + streams["v"]) // 32)
+    total = literal + _pad(index + unary + fields)
+    first = start + np.cumsum(total) - total
+    return np.stack(
+        [first, first + literal, first + literal + index, first + literal + index + unary, first + total], 1
+    )
+
+
+def _check_streams(blob: Blob) -> None:
+    """Every bound that the decoders rely on."""
+    streams, span = blob.streams, blob.span
+    count, nbits = streams["count"].astype(np.int64), streams["nbits"].astype(np.int64)
+    literal = streams["kind"] == LITERAL
+    checks = (
+        (blob.base < blob.elements, "part out of range"),
+        ((count >= 1) & (count <= span), "count out of range"),
+        ((streams["k"] <= 16) & (streams["v"] <= 16), "k or v out of range"),
+        ((count <= nbits) & (nbits <= count + (span >> streams["k"])), "bit count out of range"),
+        (streams["kind"] <= LITERAL, "unknown kind"),
+        (np.where(literal, (streams["v"] == 0) & (streams["g"] == 0), streams["v"] >= 1), "v or g do not fit the kind"),
+        (streams["g"] < 8 * blob.element_bytes, "g out of range"),
+    )
+    for holds, what in checks:
+        _require(bool(holds.all()), f"stream {int(np.argmin(holds))}: {what}")
+    end = int(blob.offsets[-1, 4])
+    _require(end + END_BYTES == blob.nbytes, f"{blob.nbytes} bytes, expected {end + END_BYTES}")
+
+
+def _literal_bytes(streams: npt.NDArray[Any], element_bytes: int) -> Ints:
+    return np.where(streams["kind"] == LITERAL, _pad(streams["count"].astype(np.int64) * element_bytes), 0)
+
+
+def _pad(nbytes: Ints) -> Ints:
+    return -(-nbytes // 8) * 8
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"not a GS01 blob: {what}")

@@ -1,0 +1,168 @@
+"""GS01 blobs applied in place over a segment table, and undone, straight from the bytes as they were published.
+
+Steps are not idempotent: applying a blob twice is wrong. It is undone by the same blob with the steps negated; only
+literal streams need a record of the words they replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync_kernels.buffers import Buffer, Ints, byte_view, device_of, nbytes_of, sizes_of
+from gpusync_kernels.gs01 import LITERAL, Blob, decode_stream
+from gpusync_kernels.moves import check_side
+from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
+from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
+from gpusync_kernels.sparse_items import blocks_between, join_streams, streams_of
+from gpusync_kernels.word_order import SIGNED, from_order, to_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """One tensor's blob: `data` its bytes, where the destinations are; `blob` its head, parsed on the host.
+
+    `host`: the same bytes in host memory, if they are there: lets a rank skip blocks that lie outside its rows.
+    """
+
+    source: int
+    data: Buffer
+    blob: Blob
+    host: Buffer | None = None
+
+
+class BoundSparse:
+    """Made by `bind_sparse`."""
+
+    def __init__(
+        self, table: SegmentTable, *, dst: Sequence[Buffer], payloads: Sequence[Payload], undo: Buffer | None
+    ) -> None:
+        self.dst, self.payloads, self.undo = tuple(dst), tuple(payloads), undo
+        self.device = device_of([*self.dst, *(p.data for p in self.payloads), *([] if undo is None else [undo])])
+        check_side(table.rows, "dst", sizes_of(self.dst))
+        check_payloads(self.payloads)
+        self.streams = streams_of([(p.source, p.blob) for p in self.payloads])
+        self.undo_bytes = int(self.streams["literal_bytes"].sum())
+        if undo is not None and nbytes_of(undo) < self.undo_bytes:
+            raise ValueError(f"undo record has {nbytes_of(undo)} bytes, expected {self.undo_bytes}")
+        self.segments = _segments_by_element(table.rows, self.payloads)
+        self.stream_of, self.segment_of = join_streams(self.streams, self.segments)
+
+    @cached_property
+    def blocks(self) -> Ints:
+        """Per pair of stream and segment, the index blocks [from, to) to decode; all if the index is out of reach."""
+        pairs = zip(self.stream_of.tolist(), self.segment_of.tolist(), strict=True)
+        return np.array([self._blocks(self.streams[i], self.segments[j]) for i, j in pairs], np.int64).reshape(-1, 2)
+
+    def _blocks(self, stream: Any, segment: Any) -> tuple[int, int]:
+        low = int(segment["src_offset"])
+        high = low + (int(segment["rows"]) - 1) * int(segment["src_stride"]) + int(segment["row_bytes"])
+        payload = self.payloads[stream["payload"]]
+        host = payload.data if self.device is None else payload.host
+        whole = low <= stream["base"] and high >= stream["base"] + stream["span"]
+        if whole or host is None:
+            return 0, int(stream["blocks"])
+        index = byte_view(host)[stream["index_at"] : stream["unary_at"]].view("<u4")[::2]
+        return blocks_between(stream, index, low, high)
+
+    def placed(self) -> Iterator[tuple[Any, Any, Any, Ints, Any]]:
+        """Per stream and segment that meet: the stream, the destination's words, values, where they go, and ranks."""
+        buffers = [byte_view(buffer) for buffer in self.dst]
+        for i, j, (first, stop) in zip(self.stream_of, self.segment_of, self.blocks.tolist(), strict=True):
+            stream, segment = self.streams[i], self.segments[j]
+            payload = self.payloads[stream["payload"]]
+            decoded = decode_stream(byte_view(payload.data), payload.blob, int(stream["number"]), first, stop)
+            positions, values, rank = decoded
+            element_bytes = payload.blob.element_bytes
+            inside = positions < stream["base"] + stream["span"]
+            held, index = locate(np.where(inside, positions, -1), segment, element_bytes)
+            ranks = np.arange(rank, rank + len(positions))[held]
+            yield stream, elements_of(buffers, segment, element_bytes), values[held], index, ranks
+
+    @cached_property
+    def uploaded(self) -> tuple[Any, Any]:
+        """`(apply, revert)`: lists of `(element width, table, programs' map)`."""
+        from gpusync_kernels.device.sparse import upload_sparse
+
+        return upload_sparse(self, revert=False), upload_sparse(self, revert=True)
+
+
+def bind_sparse(
+    table: SegmentTable, *, dst: Sequence[Buffer], payloads: Sequence[Payload], undo: Buffer | None = None
+) -> BoundSparse:
+    """`table`'s sources are tensors, its offsets bytes of them. `undo`, of `undo_bytes`, records what literals replace;
+    without it a blob with literal streams cannot be reverted.
+    """
+    return BoundSparse(table, dst=dst, payloads=payloads, undo=undo)
+
+
+def sparse_apply(bound: BoundSparse) -> None:
+    """Adds every step and writes every literal word that the table's segments hold."""
+    if bound.device is None:
+        sparse_reference(bound, revert=False)
+    else:
+        from gpusync_kernels.device.sparse import launch_sparse
+
+        launch_sparse(bound, revert=False)
+
+
+def sparse_revert(bound: BoundSparse) -> None:
+    """Undoes exactly one `sparse_apply` of the same binding."""
+    if bound.undo_bytes > 0 and bound.undo is None:
+        raise ValueError("literal streams were applied without an undo record")
+    if bound.device is None:
+        sparse_reference(bound, revert=True)
+    else:
+        from gpusync_kernels.device.sparse import launch_sparse
+
+        launch_sparse(bound, revert=True)
+
+
+def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
+    for stream, target, values, index, ranks in bound.placed():
+        if stream["kind"] == LITERAL:
+            _replace(bound, stream, target, index, ranks, revert=revert)
+        else:
+            old = to_order(target[index], stream["order"])
+            steps = step_of(values, int(stream["magnitude"]), int(stream["element_bytes"]))
+            target[index] = from_order(old - steps if revert else old + steps, stream["order"])
+
+
+def step_of(values: npt.NDArray[np.uint32], magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
+    """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
+    size = (values >> np.uint32(1)).astype(np.uint64) + np.uint64(magnitude)
+    step = np.where(values & np.uint32(1), ~size + np.uint64(1), size)
+    return step.astype(UNSIGNED[element_bytes]).view(SIGNED[element_bytes])
+
+
+def _replace(bound: BoundSparse, stream: Any, target: Any, index: Ints, ranks: Any, *, revert: bool) -> None:
+    """Literal words in, old words recorded; or the recorded words back."""
+    word, nbytes = UNSIGNED[int(stream["element_bytes"])], int(stream["count"] * stream["element_bytes"])
+    record = None if bound.undo is None else byte_view(bound.undo)[stream["undo_at"] :][:nbytes].view(word)
+    if not revert:
+        data = byte_view(bound.payloads[stream["payload"]].data)
+        if record is not None:
+            record[ranks] = target[index]
+        target[index] = data[stream["literal_at"] :][:nbytes].view(word)[ranks]
+    elif record is not None:
+        target[index] = record[ranks]
+
+
+def _segments_by_element(rows: Rows, payloads: Sequence[Payload]) -> Rows:
+    """The segments of the payloads' sources, in elements of each."""
+    sizes = np.zeros(int(rows["src"].max(initial=0)) + 1, np.int64)
+    for payload in payloads:
+        if payload.source < len(sizes):
+            sizes[payload.source] = payload.blob.element_bytes
+    return element_rows(merge_rows(rows[sizes[rows["src"]] > 0]), sizes)
+
+
+def check_payloads(payloads: Sequence[Payload]) -> None:
+    for i, payload in enumerate(payloads):
+        if nbytes_of(payload.data) != payload.blob.nbytes:
+            raise ValueError(f"payload {i} has {nbytes_of(payload.data)} bytes, its head says {payload.blob.nbytes}")

@@ -1,0 +1,35 @@
+"""The order in which steps count words: M of the payload formats, and back. Pure numpy.
+
+order 0: a word is a two's-complement integer. order 1: sign and magnitude, as floats are, so that -0 and +0 neighbour
+each other. A step d takes a word w to M(M(w) + d), wrapping; M is its own inverse.
+
+16 bits, order 1: M(0x0001) = 1, M(0x0000) = 0, M(0x8000) = -1, M(0x8001) = -2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SIGNED: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+Words = npt.NDArray[Any]
+
+
+def to_order(words: Words, order: int) -> Words:
+    """Unsigned words -> signed integers that steps are added to."""
+    signed = words.view(SIGNED[words.itemsize])
+    return _flip(signed) if order == 1 else signed
+
+
+def from_order(signed: Words, order: int) -> Words:
+    """The inverse of `to_order`."""
+    return (_flip(signed) if order == 1 else signed).view(f"<u{signed.itemsize}")
+
+
+def _flip(signed: Words) -> Words:
+    limits = np.iinfo(signed.dtype)
+    flipped: Words = signed ^ ((signed >> signed.dtype.type(limits.bits - 1)) & signed.dtype.type(limits.max))
+    return flipped

@@ -9,6 +9,7 @@ import click
 
 from gpusync.cli.doctor import doctor_command
 from gpusync.cli.inspect import inspect_command
+from gpusync.cli.prune import prune_command
 from gpusync.cli.publish import publish_command
 from gpusync.cli.pull import plan_command, pull_command, verify_command
 from gpusync.cli.run_demo import demo_command
@@ -27,6 +28,7 @@ for command in (
     verify_command,
     inspect_command,
     plan_command,
+    prune_command,
     demo_command,
     doctor_command,
 ):

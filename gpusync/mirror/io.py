@@ -153,6 +153,18 @@ def make_directory(path: Path) -> None:
         fsync_directory(directory.parent)
 
 
+def sync_names_above(path: Path) -> None:
+    """Make the name of a directory that is there durable, and those of the directories above it on its filesystem.
+
+    One that we cannot read was not made by us, and is passed over.
+    """
+    for directory in (path, *path.parents):
+        if os.path.ismount(directory):
+            return
+        if os.access(directory.parent, os.R_OK):
+            fsync_directory(directory.parent)
+
+
 def rename(source: Path, target: Path) -> None:
     """Replace `target` by `source`. Durable only after the directory has been synced."""
     with _step("rename", source, to=target):

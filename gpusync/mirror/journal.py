@@ -81,7 +81,13 @@ def finish(directory: Path, journal: Journal, *, workers: int) -> MirrorState:
 
 def recover(directory: Path, *, workers: int) -> MirrorState | None:
     """Finish a decided move that was interrupted (returning its state), drop an undecided one (returning None)."""
-    path = directory / state.CONTROL_DIRECTORY / JOURNAL_FILE
+    control = directory / state.CONTROL_DIRECTORY
+    path = control / JOURNAL_FILE
+    if any((control / name).exists() for name in (JOURNAL_FILE, REDO_DIRECTORY, INCOMING_DIRECTORY)):
+        # What a process did before it was killed is seen here and may not be durable: a journal that is gone could come
+        # back after a power loss, and find its spools removed by us.
+        io.fsync_directory(control)
+        io.fsync_directory(directory)
     if path.exists():
         return finish(directory, _read_journal(path), workers=workers)
     discard(directory)

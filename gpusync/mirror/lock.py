@@ -18,6 +18,7 @@ import filelock
 
 from gpusync.errors import LockTimeoutError
 from gpusync.mirror import io
+from gpusync.mirror.state import STATE_FILE
 
 
 @contextmanager
@@ -28,6 +29,9 @@ def local_lock(control: Path, *, timeout_s: float) -> Iterator[None]:
     and since when, after `timeout_s` seconds.
     """
     io.make_directory(control)
+    if not (control / STATE_FILE).exists():
+        # nothing was made durable here yet: who made these directories may have been killed before they were synced
+        io.sync_names_above(control)
     lock = filelock.FileLock(control / "lock", timeout=timeout_s, thread_local=False)
     owner = control / "lock.json"
     try:

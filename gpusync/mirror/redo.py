@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gpusync.codec.compact import changed_positions, elements
+from gpusync.codec.compact import changed_positions, count_changed, elements
 from gpusync.errors import JournalError
 from gpusync.mirror import io
 
@@ -61,7 +61,6 @@ class RedoWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.elements_changed = 0
-        self.bytes_changed_windows = 0
         self._file = io.WritableFile(path, create=True)
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -72,15 +71,15 @@ class RedoWriter:
 
     def add(self, *, file: int, offset: int, old: Bytes, new: Bytes, element_bytes: int) -> None:
         """Record the difference of two equally long windows; equal windows leave no record."""
-        positions = changed_positions(old, new, element_bytes=element_bytes)
-        if not positions.size:
+        count = count_changed(old, new, element_bytes=element_bytes)
+        if not count:
             return
-        self.elements_changed += positions.size
-        self.bytes_changed_windows += new.size
-        if positions.size * (4 + element_bytes) < new.size:
+        self.elements_changed += count
+        if count * (4 + element_bytes) < new.size:
+            positions = changed_positions(old, new, element_bytes=element_bytes)
             words = elements(new, element_bytes=element_bytes)[positions]
             body = (positions.tobytes(), words.tobytes())
-            head = HEADER.pack(MAGIC, element_bytes, 0, file, offset, new.size, positions.size, 0)
+            head = HEADER.pack(MAGIC, element_bytes, 0, file, offset, new.size, count, 0)
         else:
             body = (new.tobytes(), b"")
             head = HEADER.pack(MAGIC, 0, 0, file, offset, new.size, 0, 0)

@@ -130,6 +130,11 @@ def remove_leftovers(directory: Path, *, rank: int, size: int) -> list[str]:
     return stubborn
 
 
+def is_own_file(name: str) -> bool:
+    """Whether a publisher of ours gave a file this name: a shard, or one that it died over."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
 def _alignment(nbytes: int) -> int:
     """The largest power of two, up to 8, that divides `nbytes`."""
     return min(_ALIGNMENT, (nbytes | _ALIGNMENT) & -(nbytes | _ALIGNMENT))

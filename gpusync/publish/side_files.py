@@ -17,14 +17,12 @@ def list_side_files(directory: Path) -> list[Path]:
         entries = sorted(directory.iterdir())
     except OSError as error:
         raise PublishError(f"cannot list side files: {error.strerror}", path=directory) from error
-    return [
-        entry
-        for entry in entries
-        if entry.suffix in SIDE_SUFFIXES
-        and not entry.name.endswith(_INDEX_SUFFIX)
-        and not entry.name.startswith(".")
-        and entry.is_file()
-    ]
+    return [entry for entry in entries if is_side_file_name(entry.name) and entry.is_file()]
+
+
+def is_side_file_name(name: str) -> bool:
+    """Whether a file of this name follows a full version."""
+    return name.endswith(SIDE_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and not name.startswith(".")
 
 
 def copy_side_file(path: Path, directory: Path) -> None:

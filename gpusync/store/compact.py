@@ -1,9 +1,9 @@
 """Deltas decoded once per host, in compact form, in a file that the host's ranks map.
 
-What a step does to its tensor does not depend on the base: `xor` and `overwrite` words stand at positions, `full` bytes
-replace. A step is cut into windows of at most 16 MiB of the tensor; a window is sparse (positions and words) or, where
-that would not be smaller, plain bytes. The file has no header: a window says where its arrays lie, each at a multiple of
-16 bytes. It is scratch: nothing of it survives the process group.
+What a step does to its tensor does not depend on the base: `xor` and `overwrite` words stand at positions, `full`
+bytes replace. A step is cut into windows of at most 16 MiB of the tensor; a window is sparse (positions and words) or, where
+that would not be smaller, plain bytes. The file has no header: a window says where its arrays lie, each at a multiple
+of 16 bytes. It is scratch: nothing of it survives the process group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gpusync.codec import DeltaDecoder, Gf01Decoder, OverwriteDecoder, XorDecoder
-from gpusync.codec.compact import changed_positions, count_changed, elements
+from gpusync.codec.compact import Positions, changed_positions, count_changed, elements
 from gpusync.errors import LayoutError
 
 WINDOW_BYTES = 16 * 2**20
 ALIGN = 16
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger]
 StepKind = Literal["xor", "overwrite", "full"]
 
 
@@ -103,7 +104,7 @@ class CompactWriter:
                 return self._sparse(offset, nbytes, positions, elements(made, element_bytes=width)[positions])
         return Window(offset=offset, nbytes=nbytes, count=None, positions_at=0, words_at=self._append(made))
 
-    def _sparse(self, offset: int, nbytes: int, positions: Bytes, words: Bytes) -> Window:
+    def _sparse(self, offset: int, nbytes: int, positions: Positions, words: Words) -> Window:
         return Window(
             offset=offset,
             nbytes=nbytes,

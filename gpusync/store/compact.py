@@ -1,9 +1,9 @@
 """Deltas decoded once per host, in compact form, in a file that the host's ranks map.
 
 What a step does to its tensor does not depend on the base: `xor` and `overwrite` words stand at positions, `full`
-bytes replace. A step is cut into windows of at most 16 MiB of the tensor; a window is sparse (positions and words) or, where
-that would not be smaller, plain bytes. The file has no header: a window says where its arrays lie, each at a multiple
-of 16 bytes. It is scratch: nothing of it survives the process group.
+bytes replace. A step is cut into windows of at most 16 MiB of the tensor; a window is sparse (positions and words) or,
+where that would not be smaller, plain bytes. The file has no header: a window says where its arrays lie, each at a
+multiple of 16 bytes. It is scratch: nothing of it survives the process group.
 """
 
 from __future__ import annotations

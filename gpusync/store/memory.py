@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gpusync_kernels.buffers import byte_view
+
 Buffer = Any
 
 
@@ -20,6 +22,8 @@ class Memory(Protocol):
         """`nbytes` bytes of unknown content, aligned to 16."""
         ...
 
+    def zeros(self, nbytes: int) -> Buffer: ...
+
     def zeros_like(self, buffer: Buffer) -> Buffer: ...
 
     def upload(self, array: npt.NDArray[Any]) -> Buffer:
@@ -27,7 +31,7 @@ class Memory(Protocol):
         ...
 
     def download(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """The bytes of a buffer, on the host."""
+        """The bytes of a buffer, on the host; shares memory where that can be."""
         ...
 
     def synchronise(self) -> None:
@@ -45,6 +49,10 @@ class HostMemory:
         self.peak_bytes += nbytes
         return np.empty(nbytes, np.uint8)
 
+    def zeros(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        self.peak_bytes += nbytes
+        return np.zeros(nbytes, np.uint8)
+
     def zeros_like(self, buffer: npt.NDArray[Any]) -> npt.NDArray[Any]:
         self.peak_bytes += buffer.nbytes
         return np.zeros_like(buffer)
@@ -53,8 +61,8 @@ class HostMemory:
         self.peak_bytes += array.nbytes
         return array.copy()
 
-    def download(self, buffer: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
+    def download(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
+        return byte_view(buffer)
 
     def synchronise(self) -> None:
         return

@@ -7,7 +7,7 @@ form. Commit runs the same calls over the live params.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,10 +66,19 @@ class RankStore:
         memory: Memory,
         casts: CastStore,
         group: Any | None = None,
+        held_by_any: Collection[str] | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
+        """`held_by_any`: what some rank of the group holds and patches, the same on every rank; None: what this one
+        does. Other tensors of the checkpoint (drafts, adapters) are on no rank, and the mirror alone verifies them."""
         self.layout, self._params, self._memory, self._casts = layout, params, memory, casts
         self._group, self._staging_bytes = group, staging_bytes
+        self._held_by_any = frozenset(self.held if held_by_any is None else held_by_any)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The tensors of which this rank holds bytes that it can patch."""
+        return frozenset(name for name, placement in self.layout.placements.items() if placement.is_patched)
 
     def opaque_among(self, names: Sequence[str]) -> dict[str, str]:
         """Those of `names` that cannot be patched in place here, with the reason."""
@@ -88,6 +97,7 @@ class RankStore:
         """
         check_addresses(self.layout, self._params)
         traffic = Traffic()
+        updates = {name: update for name, update in updates.items() if name in self._held_by_any}
         names = tuple(updates)
         loaded: dict[int, Sequence[LoadedStep]] = {}
         expected: list[Fingerprints] = []

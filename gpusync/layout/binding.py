@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,6 +63,19 @@ def check_addresses(layout: LayoutMap, params: Mapping[str, torch.Tensor]) -> No
                 expected="shape {}, stride {}, offset {}".format(*shape),
                 found="shape {}, stride {}, offset {}".format(*found),
             )
+
+
+def storage_bytes(params: Mapping[str, torch.Tensor], storages: Sequence[str]) -> list[torch.Tensor]:
+    """The whole storages of these names as bytes: u8, 1-D, and the params' own memory. Raises RefusedError for one that
+    is gone.
+    """
+    missing = next((name for name in storages if name not in params), None)
+    if missing is not None:
+        raise RefusedError(f"parameter `{missing}` is gone")
+    return [
+        torch.empty(0, dtype=torch.uint8, device=params[name].device).set_(params[name].untyped_storage())
+        for name in storages
+    ]
 
 
 def find_unmapped(layout: LayoutMap, model: torch.nn.Module) -> list[str]:

@@ -206,11 +206,11 @@ def _cut(part: list[Range], along: Sequence[int], inside: Range) -> Iterator[lis
         return max(low, -((zero - first) // step)), min(high, (last - zero) // step + 1)
 
     wholly, partly = clip(inside[0], inside[1] - 1 - rest), clip(inside[0] - rest, inside[1] - 1)
-    if wholly[0] < wholly[1]:
+    some = wholly[0] < wholly[1]
+    if some:
         yield [*part[:dim], wholly, *part[dim + 1 :]]
-    for index in range(*partly):
-        if not wholly[0] <= index < wholly[1]:
-            yield from _cut([*part[:dim], (index, index + 1), *part[dim + 1 :]], along, inside)
+    for index in [*range(partly[0], wholly[0]), *range(wholly[1], partly[1])] if some else range(*partly):
+        yield from _cut([*part[:dim], (index, index + 1), *part[dim + 1 :]], along, inside)
 
 
 def _coalesced(frame: Frame) -> Frame:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from gpusync.errors import LayoutError
 from gpusync.layout.placement import Piece, Placement, PlacementClass
-from gpusync.layout.segments import SEGMENT, Rows, numbered, segment_groups
+from gpusync.layout.segments import SegmentGroup, numbered, segment_groups
 from gpusync.layout.targets import ParamForm, StorageForm
+from gpusync_kernels.segments import SegmentTable
 
 FORMAT = 1
 """Of the map's JSON."""
@@ -55,9 +54,21 @@ class Demotion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CastSegments:
+    """What `bind_casts` takes: `table` counts elements; destination j is the storage of name `storages[j]`, seen as
+    `dst_dtypes[j]`; source i is the i-th tensor, seen as `src_dtypes[i]`.
+    """
+
+    table: SegmentTable
+    storages: tuple[str, ...]
+    dst_dtypes: tuple[str, ...]
+    src_dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutMap:
     """Immutable. Every tensor of the checkpoint stands in `placements` or in `elsewhere`; `params` and `storages` are
-    all of the model, buffers among them.
+    all of the model's, buffers among them.
     """
 
     placements: Mapping[str, Placement]
@@ -87,26 +98,41 @@ class LayoutMap:
         derived = (self.placements[name] for name in tensors if name in self.placements)
         return list(dict.fromkeys(p.derives for p in derived if p.derives is not None and p.is_patched))
 
-    def segments(self, tensors: Iterable[str]) -> tuple[Rows, list[str]]:
-        """One table over many tensors of what moves unchanged, in bytes, and the storages its `dst` numbers stand for.
-
-        `src` numbers the tensors as they are given. Pieces that convert are left out: see `segment_groups`. Opaque
-        tensors and replicas have none.
+    def segments(self, tensors: Sequence[str]) -> tuple[SegmentTable, list[str]]:
+        """One table, in bytes, of all that moves unchanged of these tensors: source i is the i-th of them, destination
+        j the whole storage of the j-th name returned. Opaque tensors, replicas and those elsewhere have nothing.
         """
         storages = list(self.storages)
         number = {name: index for index, name in enumerate(storages)}
-        tables = [np.empty(0, SEGMENT)]
-        for index, name in enumerate(tensors):
-            placement = self.placements.get(name)
-            if placement is not None and placement.is_patched:
-                moved = (piece for piece in placement.pieces if piece.converts is None)
-                tables.append(numbered(segment_groups(moved), src=index, dst=number))
-        return np.concatenate(tables), storages
+        tables = [
+            numbered(group, src=index, dst=number[group.param])
+            for index, group in self._groups(tensors)
+            if group.converts is None
+        ]
+        return SegmentTable.concat(tables), storages
+
+    def casts(self, tensors: Sequence[str]) -> CastSegments:
+        """The same of all that is converted, in elements."""
+        tables = []
+        targets: dict[tuple[str, str], int] = {}
+        sources = [self._form_of(name).dtype for name in tensors]
+        for index, group in self._groups(tensors):
+            if group.converts is not None:
+                target = targets.setdefault((group.param, group.converts), len(targets))
+                tables.append(numbered(group, src=index, dst=target))
+                # A loader may take the same bytes for another dtype; it does so with all of a tensor.
+                sources[index] = group.dtype
+        return CastSegments(
+            table=SegmentTable.concat(tables),
+            storages=tuple(param for param, _ in targets),
+            dst_dtypes=tuple(dtype for _, dtype in targets),
+            src_dtypes=tuple(sources),
+        )
 
     def check_tensors(self, tensors: Mapping[str, TensorForm]) -> None:
         """Raises LayoutError unless these are exactly the tensors that were traced, in name, dtype and shape."""
         for name in [*self.placements, *self.elsewhere]:
-            known: Placement | Elsewhere = self.placements[name] if name in self.placements else self.elsewhere[name]
+            known = self._form_of(name)
             found = tensors.get(name)
             if found is None:
                 raise LayoutError("tensor is missing", tensor=name, expected=_form(known), found="nothing")
@@ -126,6 +152,15 @@ class LayoutMap:
                 reason = f"`{placement.replica_of}`, of which it is a replica: {reasons[placement.replica_of]}"
             placements[name] = placement if reason is None else placement.demoted(reason)
         return replace(self, placements=placements)
+
+    def _form_of(self, tensor: str) -> Placement | Elsewhere:
+        return self.placements[tensor] if tensor in self.placements else self.elsewhere[tensor]
+
+    def _groups(self, tensors: Sequence[str]) -> Iterator[tuple[int, SegmentGroup]]:
+        for index, name in enumerate(tensors):
+            placement = self.placements.get(name)
+            for group in segment_groups(placement.pieces) if placement is not None and placement.is_patched else ():
+                yield index, group
 
     def to_json(self) -> str:
         """Stable: equal maps give equal texts, and `from_json` gives the map back."""

@@ -72,9 +72,9 @@ class Piece:
         return _span(self.dst_offset, self.size, self.dst_stride, element_width(self.dst_dtype))
 
     def within(self, window_bytes: int) -> Iterator[Piece]:
-        """This piece cut into such whose `src_span` has at most `window_bytes` bytes, or is a single element."""
+        """This piece cut into such whose `src_span` has at most `window_bytes` bytes, or those of one element."""
         start, stop = self.src_span
-        if stop - start <= window_bytes or self.numel <= 1:
+        if stop - start <= max(window_bytes, element_width(self.dtype)):
             yield self
             return
         dim = max((d for d in range(len(self.size)) if self.size[d] > 1), key=lambda d: self.src_stride[d])

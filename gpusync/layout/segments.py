@@ -1,32 +1,28 @@
 """Pieces as segments: which runs of a tensor's bytes go where in a storage, as the device operations take them.
 
-A segment is `rows` runs of `row_bytes` bytes. Run r begins at byte `src_offset + r * src_stride` of the tensor and at
-byte `dst_offset + r * dst_stride` of the storage. The columns, and their meaning, are those of the segment tables of
-`gpusync_kernels`. Pieces that convert count elements instead of bytes, each side its own: see `SegmentGroup`.
+A segment table's source is the tensor as published, its destination the storage. Runs are as long as they can be: where
+two touch on both sides they are one. Pieces that convert count elements instead of bytes, as `bind_casts` wants it.
 
-    a [4, 6] tensor of bytes whose columns 2..3 this rank holds, packed, from byte 100 of its storage:
-    src_offset=2 src_stride=6   dst_offset=100 dst_stride=2   rows=4 row_bytes=2
-
-Runs are as long as they can be: where two segments touch on both sides they are one.
+    rows 4..7 of a [8, 6] tensor of bytes, its columns 2..3, packed from byte 100 of their storage:
+    src_offset=26 src_stride=6   dst_offset=100 dst_stride=2   rows=4 row_bytes=2
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpusync.layout.dtypes import element_width
 from gpusync.layout.placement import Piece
+from gpusync_kernels.segments import SEGMENT, Rows, SegmentTable, single_rows
 
-FIELDS = ("dst", "dst_offset", "dst_stride", "src", "src_offset", "src_stride", "rows", "row_bytes")
-SEGMENT = np.dtype([(name, "<i8") for name in FIELDS])
+RUN_BY_RUN = 1 << 14
+"""Tensors of several pieces with no more runs than this are merged run by run, whatever the order they came in."""
 
-Rows = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Dims = list[tuple[int, int, int]]
 """(size, source stride, destination stride), outermost first."""
@@ -34,17 +30,16 @@ Dims = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentGroup:
-    """All segments of one placement that go to one storage in one way.
+    """All segments of one placement that go to one storage in one way, source and destination numbered 0.
 
-    `rows` has dtype SEGMENT; its columns `src` and `dst` are 0, to be filled with the caller's numbers. Without
-    `converts` offsets, strides and `row_bytes` count bytes. With it they count elements: on the source's side of
-    `dtype`, on the destination's of `converts`.
+    Without `converts` the table counts bytes, and `dtype` is U8. With it, elements: on the source's side of `dtype`, on
+    the destination's of `converts`.
     """
 
     param: str
     dtype: str
     converts: str | None
-    rows: Rows
+    table: SegmentTable
 
 
 def segment_groups(pieces: Iterable[Piece]) -> list[SegmentGroup]:
@@ -55,19 +50,16 @@ def segment_groups(pieces: Iterable[Piece]) -> list[SegmentGroup]:
         key = (piece.param, "U8" if piece.converts is None else piece.dtype, piece.converts)
         grouped.setdefault(key, []).append(piece)
     return [
-        SegmentGroup(param, dtype, converts, merge_segments(np.concatenate([piece_segments(p) for p in group])))
+        SegmentGroup(param, dtype, converts, SegmentTable(_segments_of(group)))
         for (param, dtype, converts), group in grouped.items()
     ]
 
 
-def numbered(groups: Iterable[SegmentGroup], *, src: int, dst: Mapping[str, int]) -> Rows:
-    """One table of the groups' segments, with the source's number and, by name, those of the storages."""
-    tables: list[Rows] = [np.empty(0, SEGMENT)]
-    for group in groups:
-        rows = group.rows.copy()
-        rows["src"], rows["dst"] = src, dst[group.param]
-        tables.append(rows)
-    return np.concatenate(tables)
+def numbered(group: SegmentGroup, *, src: int, dst: int) -> SegmentTable:
+    """The group's table with these numbers for its source and its destination."""
+    rows = group.table.rows.copy()
+    rows["src"], rows["dst"] = src, dst
+    return SegmentTable(rows)
 
 
 def piece_segments(piece: Piece) -> Rows:
@@ -91,16 +83,14 @@ def count_segments(piece: Piece) -> int:
 
 def merge_segments(rows: Rows) -> Rows:
     """The same bytes in fewer segments, in the order of the destination: neighbours joined while there are any."""
-    while True:
-        before = len(rows)
-        rows = _join(_normal(rows), grown="row_bytes", same=("rows", "src_stride", "dst_stride"))
-        rows = _join(_normal(rows), grown="rows", same=("row_bytes", "src_stride", "dst_stride"))
-        if len(rows) == before:
-            rows = _normal(rows)
-            single = rows["rows"] == 1
-            for stride in ("src_stride", "dst_stride"):
-                rows[stride] = np.where(single, rows["row_bytes"], rows[stride])
-            return rows[np.argsort(rows["dst_offset"], kind="stable")]
+    merged = _join_segments(rows)
+    if len(merged) > 1 and int(merged["rows"].sum()) <= RUN_BY_RUN:
+        runs = _join_segments(single_rows(merged))
+        merged = _strided(runs) if len(runs) < int(merged["rows"].sum()) else merged
+    single = merged["rows"] == 1
+    for stride in ("src_stride", "dst_stride"):
+        merged[stride] = np.where(single, merged["row_bytes"], merged[stride])
+    return merged[np.argsort(merged["dst_offset"], kind="stable")]
 
 
 def destination_runs(pieces: Iterable[Piece]) -> Ints:
@@ -118,6 +108,11 @@ def destination_runs(pieces: Iterable[Piece]) -> Ints:
         runs.append(np.stack([start, start + run * width], axis=1))
     every = np.concatenate(runs)
     return every[np.argsort(every[:, 0], kind="stable")]
+
+
+def _segments_of(pieces: Sequence[Piece]) -> Rows:
+    tables = [piece_segments(piece) for piece in pieces]
+    return tables[0] if len(tables) == 1 else merge_segments(np.concatenate(tables))
 
 
 def _run_rows_rest(piece: Piece) -> tuple[int, tuple[int, int, int], Dims]:
@@ -149,6 +144,37 @@ def _starts(dims: Dims) -> tuple[Ints, Ints]:
         src = (src[:, None] + steps * src_stride).reshape(-1)
         dst = (dst[:, None] + steps * dst_stride).reshape(-1)
     return src, dst
+
+
+def _join_segments(rows: Rows) -> Rows:
+    """Segments joined whole, into longer rows or into more rows. A single row has no strides."""
+    while True:
+        before = len(rows)
+        rows = _join(_normal(rows), grown="row_bytes", same=("rows", "src_stride", "dst_stride"))
+        rows = _join(_normal(rows), grown="rows", same=("row_bytes", "src_stride", "dst_stride"))
+        if len(rows) == before:
+            return _normal(rows)
+
+
+def _strided(runs: Rows) -> Rows:
+    """Single runs as segments: in the order of the destination, those of one length and one distance together."""
+    runs = runs[np.argsort(runs["dst_offset"], kind="stable")]
+    src_step, dst_step = np.diff(runs["src_offset"]), np.diff(runs["dst_offset"])
+    nbytes = runs["row_bytes"]
+    links = (nbytes[1:] == nbytes[:-1]) & (np.minimum(src_step, dst_step) >= nbytes[:-1])
+    steps = list(zip(links.tolist(), src_step.tolist(), dst_step.tolist(), strict=True))
+    segments, first = [], 0
+    while first < len(runs):
+        last = first
+        while last < len(steps) and steps[last][0] and steps[last] == steps[first]:
+            last += 1
+        segment = runs[first].copy()
+        segment["rows"] = last - first + 1
+        if last > first:
+            _, segment["src_stride"], segment["dst_stride"] = steps[first]
+        segments.append(segment)
+        first = last + 1
+    return np.array(segments, SEGMENT)
 
 
 def _normal(rows: Rows) -> Rows:

@@ -16,7 +16,7 @@ Load = Callable[[nn.Module, dict[str, torch.Tensor]], None]
 
 
 class Case:
-    """A module that `params` describes (shape, or shape and dtype), and a loader that is given all tensors as a dict."""
+    """A module that `params` describes (shape, or shape and dtype), and a loader that gets a dict of all tensors."""
 
     def __init__(self, params: Mapping[str, object], load: Load) -> None:
         self.params = params

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpusync.layout import DerivedRegistry, LayoutMap, PlacementClass, named_tensors, trace
-from support.models_apply import apply_map, assert_same, tensor_bytes
 from support.models import ModelConfig, State, TinyModel, fresh_load, make_state, specs_of
+from support.models_apply import apply_map, assert_same, tensor_bytes
 from support.models_layers import Mla, Ranks
 
 RANKS = [

@@ -43,6 +43,8 @@ DTYPES = {
     torch.uint8: "U8",
 }
 
+ALONE = Ranks()
+
 # (a part of the checkpoint's name, what stands there in the model, what its loader is told)
 STACKED = [
     (".q_proj.", ".qkv_proj.", "q"),
@@ -121,7 +123,7 @@ class Layer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    def __init__(self, config: ModelConfig, ranks: Ranks = Ranks()) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
         self.embed = VocabEmbedding(config.vocab, config.hidden, ranks)

@@ -22,7 +22,7 @@ def apply_map(layout: LayoutMap, state: Mapping[str, torch.Tensor], model: nn.Mo
             source, target = tensor_bytes(state[name]), storage_bytes(params[group.param])
             if group.converts is not None:
                 source, target = source.view(_word(group.dtype)), target.view(_word(group.converts))
-            for src, dst, count in runs_of(group.rows):
+            for src, dst, count in runs_of(group.table.rows):
                 target[dst : dst + count] = _cast(source[src : src + count], group.dtype, group.converts)
 
 

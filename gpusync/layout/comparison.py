@@ -82,7 +82,9 @@ def identify(
     if not any(placement.is_patched and placement.owned_bytes for placement in layout.placements.values()):
         return None
     for label, read_tensor in candidates:
-        if all(each.is_reordered for each in _judge(layout, params, read_tensor, window_bytes)):
+        judged = _judge(layout, params, read_tensor, window_bytes)
+        # Of replicas the last loaded tells.
+        if all(each.is_reordered or layout.placements[each.tensor].replica_of is not None for each in judged):
             return label
     return None
 
@@ -94,9 +96,13 @@ def _judge(
     for name, placement in layout.placements.items():
         if _is_opaque(placement):
             continue
-        # A replica's bytes stand where its owner's do, so they have to be the same.
         reason = next(version.differences(placement, params), None)
         if reason is None:
+            continue
+        if placement.replica_of is not None:
+            yield Demotion(
+                tensor=name, reason=f"`{placement.replica_of}`, loaded over it, has other elements: {reason}"
+            )
             continue
         reordered = all(version.is_reordered(storage, params) for storage in _storages(placement))
         how = "are in another order" if reordered else "differ"

@@ -8,6 +8,7 @@ whatever it computes makes the tensor opaque.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -282,11 +283,18 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return list(_tensors_in(written))
+    arguments = _written_arguments(func)
+    return list(_tensors_in(args[at] if at < len(args) else kwargs.get(name) for at, name in arguments))
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operation writes to, by its schema."""
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _returned(func: Any, written: Sequence[torch.Tensor]) -> Any:

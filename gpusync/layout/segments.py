@@ -55,13 +55,6 @@ def segment_groups(pieces: Iterable[Piece]) -> list[SegmentGroup]:
     ]
 
 
-def numbered(group: SegmentGroup, *, src: int, dst: int) -> SegmentTable:
-    """The group's table with these numbers for its source and its destination."""
-    rows = group.table.rows.copy()
-    rows["src"], rows["dst"] = src, dst
-    return SegmentTable(rows)
-
-
 def piece_segments(piece: Piece) -> Rows:
     """The segments of one piece: bytes, or elements where it converts."""
     if piece.numel == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from gpusync.errors import LayoutError
@@ -199,9 +199,9 @@ def _form(tensor: TensorForm | Placement | Elsewhere) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}"
 
 
-def _fields(record: object) -> dict[str, Any]:
+def _fields(record: Any) -> dict[str, Any]:
     """As `asdict`, but a map of 18,000 tensors is not copied value by value."""
-    return {name: getattr(record, name) for name in type(record).__slots__}
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _records(read: Mapping[str, Any], make: Callable[[dict[str, Any]], Record]) -> dict[str, Record]:

@@ -101,7 +101,7 @@ class ModelState:
 
 
 def iterate_attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that a module of the model holds, however it does: also in plain attributes, lists and dicts."""
+    """Every dense tensor that a module of the model holds: also in plain attributes, and lists and dicts of them."""
     for path, module in model.named_modules():
         plain = {
             name: value for name, value in vars(module).items() if name not in ("_modules", "_parameters", "_buffers")
@@ -137,7 +137,9 @@ def _same(tensor: torch.Tensor, was: torch.Tensor) -> bool:
 
 def _tensors_in(value: object, depth: int = 2) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        # Others have no storage to tell them by.
+        if not isinstance(value, UninitializedTensorMixin) and value.layout == torch.strided:
+            yield value
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors_in(item, depth - 1)

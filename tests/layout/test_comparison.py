@@ -14,6 +14,7 @@ from gpusync.errors import LayoutError
 from gpusync.layout import DerivedRegistry, attach, compare, identify, named_tensors, trace
 from gpusync.stream import BytesSource
 from support.models import ModelConfig, State, TinyModel, fresh_load, make_state, reader_of, specs_of, storage_bytes
+from support.models_case import Case
 from support.models_layers import Mla, Ranks
 
 CONFIG = ModelConfig()
@@ -237,8 +238,8 @@ def test_of_versions_with_the_same_bytes_here_the_first_is_named(state):
     assert Rank(state).identify(first=newer, second=state) == "first"
 
 
-def test_without_anything_to_go_by_no_version_is_known(case):
-    module = case({"p": (3,)}, lambda m, d: m.p.data.copy_(d["x"] * 1))
+def test_without_anything_to_go_by_no_version_is_known():
+    module = Case({"p": (3,)}, lambda m, d: m.p.data.copy_(d["x"] * 1))
     layout = module.trace({"x": torch.zeros(3)})
     model = module.module()
     assert identify(layout, named_tensors(model), [("it", reader_of({"x": torch.zeros(3)}))]) is None
@@ -262,12 +263,12 @@ def test_nan_and_negative_zero_are_bytes_like_others():
     assert rank.demoted(state) == ["proj.bias"]
 
 
-def test_a_replica_has_to_have_its_owners_bytes(case):
+def test_a_replica_has_to_have_its_owners_bytes():
     def load(m, d):
         m.p.data.copy_(d["x"])
         m.p.data.copy_(d["y"])
 
-    module = case({"p": (3,)}, load)
+    module = Case({"p": (3,)}, load)
     same = {"x": torch.ones(3), "y": torch.ones(3)}
     layout, model = module.trace(same), module.module()
     module.load(model, same)

@@ -16,6 +16,7 @@ from gpusync_kernels.copy import copy_segments
 from gpusync_kernels.moves import bind_moves
 from support.models import ModelConfig, TinyModel, fresh_load, make_state, specs_of, tensor_bytes
 from support.models_apply import assert_same
+from support.models_case import Case
 from support.models_layers import Ranks
 
 
@@ -114,13 +115,13 @@ def test_the_tensors_of_another_model_are_told_apart():
     assert caught.value.tensor == "more"
 
 
-def test_demoting_takes_replicas_along(case):
+def test_demoting_takes_replicas_along():
     def load(m, d):
         m.p.data.copy_(d["x"])
         m.p.data.copy_(d["y"])
         m.q.data.copy_(d["z"])
 
-    layout = case({"p": (3,), "q": (3,)}, load).trace({name: torch.zeros(3) for name in "xyz"})
+    layout = Case({"p": (3,), "q": (3,)}, load).trace({name: torch.zeros(3) for name in "xyz"})
     demoted = layout.demoted([Demotion(tensor="y", reason="it moved")])
     assert [demoted.placements[name].kind for name in "xyz"] == [
         PlacementClass.OPAQUE,

@@ -223,6 +223,31 @@ def test_a_param_without_plain_storage_is_refused():
         trace(model, lambda weights: None, {})
 
 
+def test_a_param_that_wraps_other_tensors_is_refused():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    model = nn.Module()
+    wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (3,))
+    model.register_buffer("sharded", wrapper)
+    with pytest.raises(LayoutError, match="`sharded` has no plain storage") as caught:
+        trace(model, lambda weights: None, {})
+    assert "Wrapper" in caught.value.found
+
+
+def test_tensors_that_a_module_merely_has_may_be_of_any_kind():
+    model = module("a")
+    model.table = torch.eye(3).to_sparse()
+    model.pending = nn.parameter.UninitializedParameter(requires_grad=False)
+
+    def load(weights):
+        model.a.data.copy_(dict(weights)["a"])
+
+    assert kinds(trace(model, load, specs_of(state("a")))) == {"a": "direct"}
+
+
 def test_gradients_do_not_matter():
     model = nn.Linear(3, 2)
     forms = specs_of({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})

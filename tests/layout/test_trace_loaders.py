@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
+
+from gpusync.layout import trace
+from gpusync.stream import TensorSpec
+from support.models_case import Case
+from support.models_views import bases, views
 
 F32, BF16, F16, F8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
@@ -81,8 +88,8 @@ COPIES = {
 
 
 @pytest.mark.parametrize("load", COPIES.values(), ids=COPIES)
-def test_a_loader_that_only_moves_elements_is_followed(case, load):
-    layout = case({"p": (4, 6)}, load).check(x_and_y())
+def test_a_loader_that_only_moves_elements_is_followed(load):
+    layout = Case({"p": (4, 6)}, load).check(x_and_y())
     assert {each.kind.value for each in layout.placements.values()} == {"direct"}
 
 
@@ -98,24 +105,24 @@ CASTS = {
 
 
 @pytest.mark.parametrize("load", CASTS.values(), ids=CASTS)
-def test_a_conversion_of_floats_is_a_cast(case, load):
-    layout = case({"p": (4, 6)}, load).check({"x": numbers(4, 6, dtype=BF16)})
+def test_a_conversion_of_floats_is_a_cast(load):
+    layout = Case({"p": (4, 6)}, load).check({"x": numbers(4, 6, dtype=BF16)})
     assert layout.placements["x"].kind.value == "cast"
     assert {(piece.dtype, piece.converts) for piece in layout.placements["x"].pieces} == {("BF16", "F32")}
 
 
 @pytest.mark.parametrize(("source", "target"), [(F32, BF16), (F32, F16), (F16, BF16), (BF16, F16), (F8, BF16)])
-def test_any_pair_of_floats_that_can_be_written_by_value(case, source, target):
-    layout = case({"p": ((4, 6), target)}, COPIES["copy_"]).check({"x": numbers(4, 6, dtype=source)})
+def test_any_pair_of_floats_that_can_be_written_by_value(source, target):
+    layout = Case({"p": ((4, 6), target)}, COPIES["copy_"]).check({"x": numbers(4, 6, dtype=source)})
     assert layout.placements["x"].kind.value == "cast"
 
 
-def test_a_tensor_may_be_direct_in_one_place_and_cast_in_another(case):
+def test_a_tensor_may_be_direct_in_one_place_and_cast_in_another():
     def load(m, d):
         m.p.data.copy_(d["x"])
         m.q.data.copy_(d["x"])
 
-    layout = case({"p": ((3,), BF16), "q": ((3,), F32)}, load).check({"x": numbers(3, dtype=BF16)})
+    layout = Case({"p": ((3,), BF16), "q": ((3,), F32)}, load).check({"x": numbers(3, dtype=BF16)})
     assert layout.placements["x"].kind.value == "cast"
     assert layout.placements["x"].owned_bytes == 12
 
@@ -190,53 +197,50 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("reason", COMPUTED)
-def test_a_loader_that_does_anything_else_makes_the_tensor_opaque(case, reason):
-    assert reason in case({"p": (4, 6), "q": ((4, 6), F8)}, COMPUTED[reason]).reason({"x": numbers(4, 6)})
+def test_a_loader_that_does_anything_else_makes_the_tensor_opaque(reason):
+    assert reason in Case({"p": (4, 6), "q": ((4, 6), F8)}, COMPUTED[reason]).reason({"x": numbers(4, 6)})
 
 
-def test_a_tensor_that_is_only_looked_at_by_its_form_stays_direct(case):
+def test_a_tensor_that_is_only_looked_at_by_its_form_stays_direct():
     def load(m, d):
         m.p.data.copy_(torch.empty_like(d["x"]).copy_(d["x"]))
         assert d["x"].shape[0] == 4
 
-    case({"p": (4, 6)}, load).check({"x": numbers(4, 6)})
+    Case({"p": (4, 6)}, load).check({"x": numbers(4, 6)})
 
 
-def test_what_is_written_before_a_tensor_does_not_matter(case):
+def test_what_is_written_before_a_tensor_does_not_matter():
     def load(m, d):
         m.p.data.zero_()
         m.p.data[:3].copy_(d["x"][:3])
 
-    layout = case({"p": (4, 6)}, load).trace({"x": numbers(4, 6)})
+    layout = Case({"p": (4, 6)}, load).trace({"x": numbers(4, 6)})
     assert layout.placements["x"].kind.value == "direct"
     assert layout.untouched_bytes() == {"p": 24}
 
 
-def test_others_in_the_same_param_are_not_concerned(case):
+def test_others_in_the_same_param_are_not_concerned():
     def load(m, d):
         m.p.data[:2].copy_(d["x"][:2] + 1)
         m.p.data[2:].copy_(d["y"][2:])
 
-    layout = case({"p": (4, 6)}, load).trace(x_and_y())
+    layout = Case({"p": (4, 6)}, load).trace(x_and_y())
     assert layout.placements["x"].kind.value == "opaque"
     assert layout.placements["y"].kind.value == "direct"
 
 
-def test_what_an_opaque_tensor_has_overwritten_is_opaque_too(case):
+def test_what_an_opaque_tensor_has_overwritten_is_opaque_too():
     def load(m, d):
         m.p.data.copy_(d["y"])
         m.p.data[:2].copy_(d["x"][:2])
         m.q = d["x"]
 
-    layout = case({"p": (4, 6)}, load).trace(x_and_y())
+    layout = Case({"p": (4, 6)}, load).trace(x_and_y())
     assert layout.placements["y"].reason == "tensor `x` overwrites it after it was loaded"
 
 
-def test_a_dtype_that_torch_does_not_have_is_opaque(case):
-    module = case({"p": (4,)}, COPIES["copy_"])
-    from gpusync.layout import trace
-    from gpusync.stream import TensorSpec
-
+def test_a_dtype_that_torch_does_not_have_is_opaque():
+    module = Case({"p": (4,)}, COPIES["copy_"])
     forms = {
         "a": TensorSpec(name="a", dtype="F6_E2M3", shape=(4,), nbytes=3),
         "b": TensorSpec(name="b", dtype="F4", shape=(3,), nbytes=2),
@@ -246,7 +250,37 @@ def test_a_dtype_that_torch_does_not_have_is_opaque(case):
     assert layout.placements["b"].reason == "an F4 tensor does not consist of pairs"
 
 
-def test_a_table_that_would_be_too_large_is_opaque(case, monkeypatch):
+def test_a_table_that_would_be_too_large_is_opaque(monkeypatch):
     monkeypatch.setattr("gpusync.layout.tracing.MAX_SEGMENTS", 5)
     scattered = lambda m, d: m.p.data.view(2, 3, 4).copy_(d["x"].view(4, 3, 2).permute(2, 1, 0))  # noqa: E731
-    assert "6 scattered parts" in case({"p": (4, 6)}, scattered).reason({"x": numbers(4, 6)})
+    assert "6 scattered parts" in Case({"p": (4, 6)}, scattered).reason({"x": numbers(4, 6)})
+
+
+def strided(like: torch.Tensor):
+    """The view of a tensor that `like` is of its base."""
+    return lambda base: base.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_view_of_any_copy_of_any_view_goes_where_a_load_puts_it(data):
+    base = data.draw(bases())
+    view = data.draw(views(base, expands=True))
+    copies = data.draw(st.booleans())
+    copied = view.clone() if copies else view
+    again = data.draw(views(copied, expands=True)) if copies else view
+    order = data.draw(st.permutations(range(again.dim())))
+    room = torch.zeros([again.shape[d] + data.draw(st.integers(0, 2)) for d in order])
+    target = room[tuple(slice(0, again.shape[d]) for d in order)].permute([order.index(d) for d in range(again.dim())])
+
+    def load(m, d):
+        held = strided(view)(d["x"])
+        strided(target)(m.p.data).copy_(strided(again)(held.clone()) if copies else held)
+
+    case = Case({"p": tuple(room.shape)}, load)
+    state = {"x": base.float()}
+    placement = case.trace(state).placements["x"]
+    if placement.reason is not None:
+        assert "across its rows" in placement.reason
+    else:
+        case.check(state)

@@ -1,10 +1,9 @@
-"""Small modules with a loader of their own, traced and loaded for comparison."""
+"""Small modules with a loader of their own: traced, loaded, and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import pytest
 import torch
 from torch import nn
 
@@ -25,7 +24,7 @@ class Case:
     def module(self) -> nn.Module:
         module = nn.Module()
         for name, form in self.params.items():
-            shape, dtype = form if isinstance(form[0], tuple) else (form, torch.float32)  # type: ignore[index]
+            shape, dtype = form if form and isinstance(form[0], tuple) else (form, torch.float32)  # type: ignore[index]
             data = torch.full(shape, 7, dtype=torch.float32).to(dtype)  # type: ignore[arg-type]
             module.register_parameter(name, nn.Parameter(data, requires_grad=False))
         return module
@@ -54,8 +53,3 @@ class Case:
         assert placement.kind.value == "opaque"
         assert placement.reason is not None
         return placement.reason
-
-
-@pytest.fixture
-def case() -> type[Case]:
-    return Case

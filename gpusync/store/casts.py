@@ -7,20 +7,17 @@ keeping the old bytes, and the copy becomes what is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpusync.layout import CastSegments, LayoutMap, storage_bytes
+from gpusync.layout import CastSegments, LayoutMap, ReadTensor, storage_bytes
 from gpusync.store.memory import Memory
 from gpusync_kernels import SegmentTable, bind_casts, cast_segments, restore_cast
 from gpusync_kernels.cast import FORMATS, BoundCasts
-
-ReadRange = Callable[[str, int, Any], None]
-"""(tensor, byte offset, buffer to fill): published bytes of the version that is live."""
 
 
 @dataclass(slots=True)
@@ -58,7 +55,7 @@ class CastStore:
     def names(self) -> tuple[str, ...]:
         return tuple(self._slices)
 
-    def fill(self, read: ReadRange) -> None:
+    def fill(self, read: ReadTensor) -> None:
         """Read the published bytes of the version that is live."""
         for name, (_, packed, nbytes) in self._slices.items():
             data = np.zeros(nbytes, np.uint8)

@@ -7,14 +7,15 @@ form. Commit runs the same calls over the live params.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from gpusync.digest import Shards, Traffic, sharded_digests
+from gpusync.digest import DigestReport, Shards, Traffic, sharded_digests
 from gpusync.errors import DigestMismatchError, LayoutError, Where
 from gpusync.layout import LayoutMap, check_addresses, storage_bytes
 from gpusync.store.apply import LoadedStep, Steps, load_step
@@ -56,7 +57,7 @@ class PreparedUpdate:
 
 
 class RankStore:
-    """Live params under a layout map. `group` is the process group (gloo) that digests are made over; None: alone."""
+    """Live params under a layout map. `digest` makes checksums together with the other ranks; by default, alone."""
 
     def __init__(
         self,
@@ -65,15 +66,16 @@ class RankStore:
         *,
         memory: Memory,
         casts: CastStore,
-        group: Any | None = None,
+        digest: Callable[[Shards], DigestReport] | None = None,
         held_by_any: Collection[str] | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """`held_by_any`: what some rank of the group holds and patches, the same on every rank; None: what this one
         does. Other tensors of the checkpoint (drafts, adapters) are on no rank, and the mirror alone verifies them."""
         self.layout, self._params, self._memory, self._casts = layout, params, memory, casts
-        self._group, self._staging_bytes = group, staging_bytes
-        self._held_by_any = frozenset(self.held if held_by_any is None else held_by_any)
+        self._digest = digest or partial(sharded_digests, group=None)
+        self._staging_bytes = staging_bytes
+        self.held_by_any = frozenset(self.held if held_by_any is None else held_by_any)
 
     @property
     def held(self) -> frozenset[str]:
@@ -97,7 +99,7 @@ class RankStore:
         """
         check_addresses(self.layout, self._params)
         traffic = Traffic()
-        updates = {name: update for name, update in updates.items() if name in self._held_by_any}
+        updates = {name: update for name, update in updates.items() if name in self.held_by_any}
         names = tuple(updates)
         loaded: dict[int, Sequence[LoadedStep]] = {}
         expected: list[Fingerprints] = []
@@ -196,7 +198,7 @@ class RankStore:
             table=SegmentTable.concat([packed, SegmentTable(moved)]),
             buffers=(scratch, cast_sources),
         )
-        report = sharded_digests(shards, self._group)
+        report = self._digest(shards)
         traffic.add(report.traffic)
         for name, found in zip(batch, report.digests, strict=True):
             if found != updates[name].checksum:

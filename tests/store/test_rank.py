@@ -18,7 +18,7 @@ from gpusync.store.compact import CompactFile, CompactWriter
 from gpusync.store.memory import HostMemory
 from gpusync.store.rank import RankStore, TensorUpdate
 from gpusync.stream import element_bytes, is_float_order
-from support.models import ModelConfig, TinyModel, fresh_load, make_state, specs_of, tensor_bytes
+from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
 from support.models_apply import assert_same
 from support.models_layers import Ranks
 
@@ -68,11 +68,8 @@ class Rank:
         assert demotions == []
         memory = HostMemory()
         casts = CastStore(layout, self.params, memory=memory)
-        casts.fill(self._read)
+        casts.fill(reader_of(self.state))
         self.store = RankStore(layout, self.params, memory=memory, casts=casts, **options)
-
-    def _read(self, name: str, offset: int, buffer: np.ndarray) -> None:
-        buffer[:] = tensor_bytes(self.state[name])[offset : offset + buffer.size]
 
     def update(self, path: Path, chain: list[tuple[str, dict[str, torch.Tensor]]], **wrong: str) -> tuple:
         """The chain's steps of every tensor, decoded into a compact file."""

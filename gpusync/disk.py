@@ -7,10 +7,11 @@ the files before the first byte of them changes; after that the move is finished
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpusync.errors import DigestMismatchError, Where
+from gpusync.errors import DigestMismatchError, MirrorError, Where
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import io, state
 from gpusync.mirror.local import (
@@ -75,8 +76,10 @@ def pull(
     `copy_code` lets `*.py` of a full version follow. `progress(done, total)` is told tensor bytes.
 
     Returns with the directory verified and durable at the target. On any GpusyncError its tensor files are what they
-    were. Callers in other threads and processes of this host wait for the directory's lock up to `lock_timeout`
-    seconds; those that ask for the same version get the report of the pull that brought it.
+    were, but for a MirrorError from a disk that fails after the move was decided: then the directory says no version
+    until the next pull, which completes the move whatever its own target. Callers in other threads and processes of
+    this host wait for the directory's lock up to `lock_timeout` seconds; those that ask for the same version get the
+    report of the pull that brought it.
     """
     base, source = Path(base_dir), Path(source_dir)
     job = _Job(
@@ -93,7 +96,7 @@ def pull(
         progress=progress,
     )
     watch = Stopwatch()
-    with local_lock(job.control, timeout_s=lock_timeout):
+    with io.explained("the pull failed", job.local), local_lock(job.control, timeout_s=lock_timeout):
         watch.lap("lock")
         wait_for_holders(job.local, timeout_s=lock_timeout)
         local = open_local_directory(job.local, workers=job.workers)
@@ -135,7 +138,8 @@ def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
     if move.plan.is_nothing:
         return _report_nothing(job, move.plan, watch)
     report = carry_out(local, move, workers=job.workers, watch=watch, copy_code=job.copy_code, progress=job.progress)
-    io.write_durably(job.control / LAST_REPORT_FILE, report.as_json().encode())
+    with suppress(MirrorError):  # those who share it do without: the move itself is done and durable
+        io.write_durably(job.control / LAST_REPORT_FILE, report.as_json().encode())
     return report
 
 

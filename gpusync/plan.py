@@ -14,11 +14,14 @@ from gpusync.errors import ChainError, MissingLinkError, VersionMissingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one published index says about its place in the stream. `base_version` is None for a full version."""
+    """What one published index says about its place in the stream. `base_version` is None for a full version.
+
+    `digest` tells it from another version under the same number; None where that cannot be told now.
+    """
 
     version: int
     base_version: int | None
-    digest: str
+    digest: str | None
     stream_id: str | None = None
 
 
@@ -26,7 +29,7 @@ class Link:
 class Applied:
     """What a store holds. `version` is None when it holds nothing that a delta could be applied to.
 
-    `digests` maps versions the store went through to the digest their index had then.
+    `digests` maps versions the store went through to the digest they were published with.
     """
 
     version: int | None = None
@@ -105,7 +108,7 @@ def _why_restarted(applied: Applied, target: int, lookup: Lookup) -> str | None:
         if applied.stream_id is not None and link.stream_id is not None and link.stream_id != applied.stream_id:
             return f"the stream was restarted: stream {link.stream_id} replaced {applied.stream_id}"
         known = applied.digests.get(link.version)
-        if known is not None and known != link.digest:
+        if None not in (known, link.digest) and known != link.digest:
             return f"the stream was restarted: version {link.version} was published anew"
     return None
 

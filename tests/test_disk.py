@@ -28,7 +28,7 @@ from gpusync.errors import (
 )
 from gpusync.mirror.lock import local_lock
 from gpusync.mirror.verify import verify_directory
-from support.checkpoints import INDEX, State, Tensor, changed, encode_shard, snapshot
+from support.checkpoints import INDEX, State, Tensor, changed, encode_shard, snapshot, write_checkpoint
 from support.slime import publish_delta, publish_full, version_dir
 
 
@@ -242,6 +242,15 @@ class TestRefusals:
         (site.local / "thesis.docx").write_text("years of work")
         error = self.refused(site, MirrorError, 0)
         assert error.found == "thesis.docx"
+
+    @pytest.mark.parametrize("torn", [False, True])
+    def test_somebody_elses_checkpoint(self, site, torn: bool) -> None:
+        write_checkpoint(site.local, {"my.precious": site.state["step"]}, files={"tokenizer.json": "mine"})
+        if torn:
+            os.truncate(site.local / "model-00001-of-00002.safetensors", 20)
+        error = self.refused(site, MirrorError, 0)
+        assert "not ours" in str(error) or "neither ours" in str(error)
+        self.refused(site, MirrorError, 0)
 
     @pytest.mark.parametrize("place", ["base", "source", "inside the base", "around the source"])
     def test_overlapping_directories(self, site, place: str) -> None:

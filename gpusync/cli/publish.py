@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
 from gpusync.cli.output import json_option, print_json, size_text
 from gpusync.codec import ENCODINGS
 from gpusync.digest import ALGORITHMS
+from gpusync.errors import PublishError
 from gpusync.publish import PublishReport, publish_directories
-from gpusync.stream import list_versions
+from gpusync.publish.start import find_newest
+from gpusync.stream import read_index, version_path
 
 DIRECTORY = click.Path(path_type=Path)
 
@@ -19,6 +22,11 @@ DIRECTORY = click.Path(path_type=Path)
 @click.command("publish")
 @click.option("--source-dir", type=DIRECTORY, required=True, help="The stream to publish into; made when missing.")
 @click.option("--base", type=DIRECTORY, help="The checkpoint that readers hold now: the newest version's state.")
+@click.option(
+    "--base-version",
+    type=click.IntRange(min=0),
+    help="An older version whose state BASE is: a shortcut for readers that are still there.",
+)
 @click.option("--new", type=DIRECTORY, required=True, help="The checkpoint to publish.")
 @click.option("--version", type=click.IntRange(min=1), help="Default: one more than the newest.")
 @click.option("--full", is_flag=True, help="Publish all of NEW with its side files: a new start for chains.")
@@ -29,6 +37,7 @@ DIRECTORY = click.Path(path_type=Path)
 def publish_command(
     source_dir: Path,
     base: Path | None,
+    base_version: int | None,
     new: Path,
     version: int | None,
     full: bool,
@@ -40,23 +49,41 @@ def publish_command(
     """Publish the checkpoint NEW: as the difference to the checkpoint BASE, or in full."""
     if base is None and not full:
         raise click.UsageError("--base is needed for a delta; --full publishes without one")
-    published = list_versions(source_dir) if source_dir.exists() else []
+    if base_version is not None and full:
+        raise click.UsageError("--base-version is for a delta; a full version builds on none")
     report = publish_directories(
         source_dir,
         base_dir=base,
         new_dir=new,
         full=full,
-        version=version,
         encoding=encoding,
         checksum=checksum,
         post_write_hook=post_write_hook,
-        resume=bool(published),
-        base_version=published[-1] if published else 0,
+        **_place(source_dir, version, base_version),
     )
     if as_json:
         print_json({**dataclasses.asdict(report), "density": report.density})
     else:
         click.echo(_publish_text(report))
+
+
+def _place(source_dir: Path, version: int | None, base_version: int | None) -> dict[str, Any]:
+    """Where the new version stands: on the newest one, or on an older one, in the same stream."""
+    found = find_newest(source_dir)
+    newest, index = (0, None) if found is None else found
+    if base_version is None or base_version == newest:
+        return {"version": version, "base_version": newest, "resume": found is not None}
+    if base_version:
+        read_index(source_dir, base_version)
+    version = newest + 1 if version is None else version
+    if version <= newest or base_version > newest:
+        raise PublishError(
+            "versions only go up",
+            path=version_path(source_dir, version),
+            expected=f"a version above {newest}, on one of at most {newest}",
+            found=f"{version} on {base_version}",
+        )
+    return {"version": version, "base_version": base_version, "stream_id": None if index is None else index.stream_id}
 
 
 def _publish_text(report: PublishReport) -> str:

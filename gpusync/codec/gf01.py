@@ -145,6 +145,8 @@ class _RawReader:
                 raise self._damaged(frame, error.what, error.expected, error.found) from error
             except zstandard.ZstdError as error:
                 raise self._damaged(frame, str(error)) from error
+            if len(raw) != size:  # `read` would go round for ever on a frame that gives nothing
+                raise self._damaged(frame, "decodes to another size", size, len(raw))
             self._frame, self._decoded = frame, np.frombuffer(raw, np.uint8)
         return self._decoded
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +53,7 @@ def prepare_fold(
     numbers = {name: number for number, name in enumerate(names)}
     checksums: dict[str, Checksum] = {}
     with ExitStack() as stack:
-        writers = [RedoWriter(redo / f"{worker:03d}.spool") for worker in range(workers)]
-        for writer in writers:
-            stack.callback(writer.close)
+        writers = [stack.enter_context(closing(RedoWriter(redo / f"{n:03d}.spool"))) for n in range(workers)]
 
         def spool(worker: int, change: TensorChange) -> None:
             tensor, writer = change.base, writers[worker]
@@ -89,12 +87,13 @@ def own_files(directory: Path, names: tuple[str, ...], *, control: Path) -> None
     """
     for name in names:
         path = directory / name
-        found = os.lstat(path)
+        with io.explained("cannot look at", path):
+            found = os.lstat(path)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
             continue
         copy = control / REDO_DIRECTORY / f"{name}.copy"
         io.make_directory(copy.parent)
-        with path.open("rb") as source, io.WritableFile(copy, create=True) as target:
+        with io.explained("cannot read", path), path.open("rb") as source, io.WritableFile(copy, create=True) as target:
             buffer = np.empty(2**20, np.uint8)
             while got := source.readinto(buffer):
                 target.append(buffer[:got])

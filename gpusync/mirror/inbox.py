@@ -132,9 +132,14 @@ def after_fold(inbox: Inbox, state: MirrorState) -> Inbox:
 @contextmanager
 def inbox_lock(control: Path) -> Iterator[None]:
     """Held for a moment around reading and writing `inbox.json`; never while payloads are copied or folded."""
-    lock = filelock.FileLock(control / "inbox.lock", thread_local=False)
-    with lock.acquire(timeout=INBOX_LOCK_TIMEOUT_S):
+    path = control / "inbox.lock"
+    lock = filelock.FileLock(path, thread_local=False)
+    with io.explained("cannot lock the inbox", path):
+        lock.acquire(timeout=INBOX_LOCK_TIMEOUT_S)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def write_inbox(control: Path, inbox: Inbox) -> None:

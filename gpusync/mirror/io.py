@@ -70,14 +70,35 @@ def mirror_error(error: OSError, what: str, path: Path, *, needed_bytes: int = 0
     """The MirrorError for an operating-system error; for a full disk with what was needed and what is free."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return MirrorError(f"{what}: {error.strerror or error}", path=path)
-    directory = path if path.is_dir() else path.parent
-    free = shutil.disk_usage(directory).free if directory.exists() else 0
-    return MirrorError(
-        f"{what}: {error.strerror}",
-        path=path,
-        expected=f"room for {needed_bytes} more bytes",
-        found=f"{free} bytes free",
-    )
+    room = f"room for {needed_bytes} more bytes" if needed_bytes else "room for one more name"
+    return MirrorError(f"{what}: {error.strerror}", path=path, expected=room, found=_free_bytes(path))
+
+
+def _free_bytes(path: Path) -> str | None:
+    for directory in (path, *path.parents):
+        with suppress(OSError):
+            return f"{shutil.disk_usage(directory).free} bytes free"
+    return None
+
+
+@contextmanager
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Turn any operating-system error into a MirrorError that names its file, or else `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise mirror_error(error, what, Path(os.fsdecode(error.filename or path))) from error
+
+
+def exists(path: Path) -> bool:
+    """Whether the name is there. An error is an error, and not a no."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise mirror_error(error, "cannot look at", path) from error
+    return True
 
 
 class WritableFile:
@@ -121,11 +142,10 @@ class WritableFile:
         """Take the room for `nbytes` now, so that a full disk is noticed before any work is done."""
         with _step("truncate", self.path, offset=nbytes):
             try:
-                os.posix_fallocate(self._fd, 0, max(nbytes, 1))
+                _reserve(self._fd, nbytes)
+                os.ftruncate(self._fd, nbytes)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise mirror_error(error, "cannot allocate", self.path, needed_bytes=nbytes) from error
-            os.ftruncate(self._fd, nbytes)
+                raise mirror_error(error, "cannot allocate", self.path, needed_bytes=nbytes) from error
         self.nbytes = nbytes
 
     def fsync(self) -> None:
@@ -144,9 +164,17 @@ class WritableFile:
         self.close()
 
 
+def _reserve(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, max(nbytes, 1))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
 def make_directory(path: Path) -> None:
     """Create `path` and its missing parents, each entry synced in its parent. Being there already is fine."""
-    missing = [p for p in (path, *path.parents) if not p.exists()]
+    missing = [directory for directory in (path, *path.parents) if not exists(directory)]
     for directory in reversed(missing):
         with _step("mkdir", directory):
             directory.mkdir(exist_ok=True)

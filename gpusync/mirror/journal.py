@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -83,31 +84,35 @@ def recover(directory: Path, *, workers: int) -> MirrorState | None:
     """Finish a decided move that was interrupted (returning its state), drop an undecided one (returning None)."""
     control = directory / state.CONTROL_DIRECTORY
     path = control / JOURNAL_FILE
-    if any((control / name).exists() for name in (JOURNAL_FILE, REDO_DIRECTORY, INCOMING_DIRECTORY)):
+    if any(io.exists(control / name) for name in (JOURNAL_FILE, REDO_DIRECTORY, INCOMING_DIRECTORY)):
         # What a process did before it was killed is seen here and may not be durable: a journal that is gone could come
         # back after a power loss, and find its spools removed by us.
         io.fsync_directory(control)
         io.fsync_directory(directory)
-    if path.exists():
-        return finish(directory, _read_journal(path), workers=workers)
+    decided = _read_journal(path)
+    if decided is not None:
+        return finish(directory, decided, workers=workers)
     discard(directory)
     return None
 
 
 def discard(directory: Path) -> None:
-    """Drop what is prepared and not decided."""
+    """Drop what is prepared, unless it has been decided on."""
+    control = directory / state.CONTROL_DIRECTORY
+    if io.exists(control / JOURNAL_FILE):
+        return
     for name in (REDO_DIRECTORY, INCOMING_DIRECTORY):
-        path = directory / state.CONTROL_DIRECTORY / name
-        if path.exists():
-            io.remove_tree(path)
+        if io.exists(control / name):
+            io.remove_tree(control / name)
 
 
 def mark_file(path: Path) -> FileMark:
-    found = path.stat()
+    with io.explained("cannot look at", path):
+        found = path.stat()
     return FileMark(nbytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def _read_journal(path: Path) -> Journal:
+def _read_journal(path: Path) -> Journal | None:
     try:
         told = json.loads(path.read_bytes())
         version = int(told["state"]["version"])
@@ -126,6 +131,8 @@ def _read_journal(path: Path) -> Journal:
             files=told["files"],
             spools=told["spools"],
         )
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise JournalError(f"the journal cannot be read ({error})", path=path) from error
 
@@ -133,7 +140,7 @@ def _read_journal(path: Path) -> Journal:
 def _install(directory: Path, journal: Journal) -> None:
     incoming = directory / state.CONTROL_DIRECTORY / journal.install_from
     for name in journal.install:
-        if (incoming / name).exists():
+        if io.exists(incoming / name):
             io.rename(incoming / name, directory / name)
     for name in journal.remove:
         io.unlink(directory / name)
@@ -144,18 +151,15 @@ def _install(directory: Path, journal: Journal) -> None:
 def _scatter(directory: Path, journal: Journal, *, workers: int) -> None:
     if not journal.spools:
         return
-    files = [io.WritableFile(directory / name, create=False) for name in journal.files]
     redo = directory / state.CONTROL_DIRECTORY / REDO_DIRECTORY
-    try:
+    with ExitStack() as stack:
+        files = [stack.enter_context(io.WritableFile(directory / name, create=False)) for name in journal.files]
         with ThreadPoolExecutor(max_workers=workers) as pool:
             jobs = [pool.submit(_scatter_spool, redo / name, n, files) for name, n in journal.spools.items()]
             for job in jobs:
                 job.result()
             for sync in [pool.submit(file.fsync) for file in files]:
                 sync.result()
-    finally:
-        for file in files:
-            file.close()
 
 
 def _scatter_spool(path: Path, nbytes: int, files: Sequence[io.WritableFile]) -> None:

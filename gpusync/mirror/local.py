@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
-from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, Where
-from gpusync.mirror import journal, state
+from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, SourceReadError, Where
+from gpusync.mirror import io, journal, state
 from gpusync.mirror.state import MirrorState
 from gpusync.mirror.verify import find_damage
 from gpusync.plan import Applied
@@ -25,13 +25,15 @@ class LocalDirectory:
     """What stands in a local directory.
 
     `state` and `checkpoint` are both there when the tensor files hold version `state.version`; otherwise `distrust`
-    says why nothing can be built on them (`checkpoint` may still be there, to be replaced).
+    says why nothing can be built on them (`checkpoint` may still be there, to be replaced). `is_ours`: we, or slime's
+    receiver, have brought this directory to a version before.
     """
 
     path: Path
     state: MirrorState | None
     checkpoint: Checkpoint | None
     distrust: str | None
+    is_ours: bool
 
     @property
     def control(self) -> Path:
@@ -63,6 +65,11 @@ def resolve_local_directory(path: Path, *, apart_from: dict[str, Path]) -> Path:
     MirrorError when it lies on a network or FUSE filesystem (in-place writes and fsync mean little there), or when it
     is, contains, or lies in one of the directories `apart_from` (role to path), which must not be written to.
     """
+    with io.explained("cannot look at the local checkpoint directory", path):
+        return _resolve(path, apart_from)
+
+
+def _resolve(path: Path, apart_from: dict[str, Path]) -> Path:
     local = path.resolve()
     for role, other in apart_from.items():
         real = other.resolve()
@@ -93,14 +100,19 @@ def open_local_directory(path: Path, *, workers: int) -> LocalDirectory:
 
 def examine_local_directory(path: Path, *, known: MirrorState | None, workers: int) -> LocalDirectory:
     """What stands in the directory, whose state says `known`. Reads only. Errors as `open_local_directory`."""
+    control = path / state.CONTROL_DIRECTORY
+    is_ours = known is not None or any(io.exists(control / name) for name in (state.STATE_FILE, state.CHECKSUMS_FILE))
+    files = _files_in(path)
     checkpoint, problem = _read_checkpoint(path)
-    if problem is not None and known is None:
-        _refuse_foreign_files(path)
+    if problem is not None and not is_ours and files:
+        _refuse_foreign_files(path, files)
+    if not files:
+        problem = "the local directory is empty"
     if problem is None and known is None:
         problem = "the local checkpoint has no state: its version is unknown"
     if problem is None and known is not None and checkpoint is not None:
         problem = _why_changed(known, checkpoint, workers=workers)
-    return LocalDirectory(path=path, state=known, checkpoint=checkpoint, distrust=problem)
+    return LocalDirectory(path=path, state=known, checkpoint=checkpoint, distrust=problem, is_ours=is_ours)
 
 
 def read_local_version(path: Path) -> tuple[Applied, Checkpoint] | None:
@@ -136,26 +148,52 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def _files_in(path: Path) -> list[str]:
+    if not io.exists(path):
+        return []
+    with io.explained("cannot list", path):
+        return sorted(entry.name for entry in path.iterdir() if entry.name != state.CONTROL_DIRECTORY)
+
+
 def _read_checkpoint(path: Path) -> tuple[Checkpoint | None, str | None]:
     try:
         return read_checkpoint(path, follow_links=True, where=Where(path=path)), None
+    except SourceReadError:
+        raise  # it says nothing about the files
     except GpusyncError as error:
         return None, f"the local checkpoint cannot be used: {error}"
 
 
-def _refuse_foreign_files(path: Path) -> None:
-    if not path.exists():
+def _refuse_foreign_files(path: Path, foreign: list[str]) -> None:
+    raise MirrorError(
+        "the local checkpoint directory holds files that are neither ours nor a checkpoint that can be read",
+        path=path,
+        expected="an empty directory, one of ours, or a checkpoint of the same model",
+        found=", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else ""),
+    )
+
+
+def refuse_other_model(local: LocalDirectory, start: Checkpoint) -> None:
+    """A checkpoint that we did not put there may be replaced only by one of the same model: `start` has its tensors.
+
+    Raises MirrorError, naming the first tensor that differs, for any other: it is somebody else's.
+    """
+    if local.is_ours or local.checkpoint is None:
         return
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name != state.CONTROL_DIRECTORY)
-    if any(name.endswith(".safetensors") or name == INDEX_NAME for name in foreign):
-        return  # a checkpoint, torn as it may be: it will be replaced
-    if foreign:
-        raise MirrorError(
-            "the local checkpoint directory holds files that are neither ours nor a checkpoint",
-            path=path,
-            expected="an empty directory, a checkpoint, or one of ours",
-            found=", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else ""),
-        )
+    theirs, ours = local.checkpoint.tensors, start.tensors
+    for name in dict.fromkeys((*theirs, *ours)):
+        forms = [
+            f"{found.dtype}{list(found.shape)}" if found is not None else "no such tensor"
+            for found in (ours.get(name), theirs.get(name))
+        ]
+        if forms[0] != forms[1]:
+            raise MirrorError(
+                "the local directory holds a checkpoint of another model, which is not ours to replace",
+                path=local.path,
+                tensor=name,
+                expected=forms[0],
+                found=forms[1],
+            )
 
 
 def _why_changed(known: MirrorState, checkpoint: Checkpoint, *, workers: int) -> str | None:

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -29,7 +29,7 @@ def local_lock(control: Path, *, timeout_s: float) -> Iterator[None]:
     and since when, after `timeout_s` seconds.
     """
     io.make_directory(control)
-    if not (control / STATE_FILE).exists():
+    if not io.exists(control / STATE_FILE):
         # nothing was made durable here yet: who made these directories may have been killed before they were synced
         io.sync_names_above(control)
     lock = filelock.FileLock(control / "lock", timeout=timeout_s, thread_local=False)
@@ -42,11 +42,15 @@ def local_lock(control: Path, *, timeout_s: float) -> Iterator[None]:
             path=control.parent,
             expected=f"the lock within {timeout_s:g} s",
         ) from error
+    except OSError as error:
+        raise io.mirror_error(error, "cannot lock the local checkpoint", control / "lock") from error
     try:
-        owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        with suppress(OSError):  # it is but a note: a full disk shall not stop those who need no room
+            owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
         yield
     finally:
-        owner.unlink(missing_ok=True)
+        with suppress(OSError):
+            owner.unlink(missing_ok=True)
         lock.release()
 
 

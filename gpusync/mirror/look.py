@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpusync.errors import MirrorError, MissingLinkError, VersionMissingError, Where
-from gpusync.mirror.local import LocalDirectory, checkpoint_identity
+from gpusync.mirror.local import LocalDirectory, checkpoint_identity, refuse_other_model
 from gpusync.mirror.move import Move
 from gpusync.plan import Applied, Link, Plan, plan_pull
 from gpusync.stream import (
@@ -17,6 +17,7 @@ from gpusync.stream import (
     check_against,
     compare_duplicates,
     read_checkpoint,
+    read_identity,
     read_index,
     read_version,
 )
@@ -44,6 +45,8 @@ def look(sources: Sources, local: LocalDirectory, *, target: int, allow_rewind: 
         base = sources.read_base()
         plan = _spare_base(local, plan, base)
     start = _start_of(sources, local, plan, base)
+    if plan.reseeds:
+        refuse_other_model(local, start)
     versions = read_chain(sources, plan.chain, start)
     through = {version: indexes[version] for version in (*plan.chain, plan.seed_version) if version in indexes}
     return Move(plan=plan, start=start, versions=versions, indexes=through, base=base)
@@ -52,18 +55,23 @@ def look(sources: Sources, local: LocalDirectory, *, target: int, allow_rewind: 
 def plan_ahead(
     sources: Sources, applied: Applied, *, target: int, allow_rewind: bool = False
 ) -> tuple[Plan, dict[int, VersionIndex]]:
-    """The plan from `applied` to `target`, and the index of every version that was looked up for it."""
+    """The plan from `applied` to `target`, and the index of every version that was looked up for it.
+
+    The `digest` of an index is the version's identity here, as it is wherever a local directory remembers it.
+    """
     indexes: dict[int, VersionIndex] = {}
     missing: dict[int, VersionMissingError] = {}
 
     def lookup(version: int) -> Link | None:
         try:
-            index = indexes[version] = read_index(sources.source_dir, version)
+            index = read_index(sources.source_dir, version)
         except VersionMissingError as error:
             missing[version] = error
             return None
         base = index.base_version if index.is_delta else None
-        return Link(version=version, base_version=base, digest=index.digest, stream_id=index.stream_id)
+        digest = read_identity(sources.source_dir, version, index)
+        indexes[version] = index if digest is None else replace(index, digest=digest)
+        return Link(version=version, base_version=base, digest=digest, stream_id=index.stream_id)
 
     try:
         return plan_pull(applied=applied, target=target, lookup=lookup, allow_rewind=allow_rewind), indexes
@@ -75,12 +83,19 @@ def plan_ahead(
 
 def read_chain(sources: Sources, chain: tuple[int, ...], start: Checkpoint) -> list[PublishedVersion]:
     """The versions of a chain, valid, and valid for the tensors of `start`."""
-    versions = [read_version(sources.source_dir, version) for version in chain]
+    versions = [read_published(sources, version) for version in chain]
     with OpenFiles() as files:
         for version in versions:
             check_against(version, start.tensors)
             compare_duplicates(version, files)
     return versions
+
+
+def read_published(sources: Sources, version: int) -> PublishedVersion:
+    """The version, valid, with its identity for the digest of its index. Errors as `read_version`."""
+    found = read_version(sources.source_dir, version)
+    digest = read_identity(sources.source_dir, version, found.index)
+    return found if digest is None else replace(found, index=replace(found.index, digest=digest))
 
 
 def as_checkpoint(full: PublishedVersion) -> Checkpoint:

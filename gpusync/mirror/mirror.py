@@ -22,12 +22,12 @@ from gpusync.mirror import state
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
 from gpusync.mirror.lock import local_lock
-from gpusync.mirror.look import Sources, as_checkpoint, plan_ahead, read_chain
+from gpusync.mirror.look import Sources, as_checkpoint, plan_ahead, read_chain, read_published
 from gpusync.mirror.pending import KEEP_BYTES, KEEP_VERSIONS, fold_pending
 from gpusync.mirror.receive import receive_full
 from gpusync.mirror.session import Session, lowest_held
 from gpusync.plan import Applied, Plan
-from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, read_version, wait_until_visible
+from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, wait_until_visible
 
 LOG = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 600.0
@@ -39,7 +39,7 @@ POLL_S = 0.05
 class MirrorStatus:
     """`durable_version`: the newest version that survives a crash now; `folded_version`: what the tensor files hold
     (None while they are being written). `lag_*` count what is accepted and not folded. `held`: the lowest version that
-    a live session keeps out of the files. `last_error`: why the last fold failed, until one succeeds."""
+    a live session keeps out of the files. `last_error`: why the last fold failed, while there is something to fold."""
 
     durable_version: int | None
     folded_version: int | None
@@ -177,7 +177,7 @@ class Mirror:
             lag_versions=len(inbox.pending),
             lag_bytes=inbox.pending_bytes,
             held=None if held is None else held.held,
-            last_error=self._last_error,
+            last_error=self._last_error if inbox.pending else None,
         )
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Mirror:
         applied = self._applied(inbox)
         plan, _ = plan_ahead(self._sources, applied, target=target)
         if plan.seed == "full":
-            full = read_version(self._sources.source_dir, plan.seed_version)
+            full = read_published(self._sources, plan.seed_version)
             return applied, plan, [full, *read_chain(self._sources, plan.chain, as_checkpoint(full))]
         start = self._sources.read_base() if plan.seed == "base" else self._store_checkpoint(inbox)
         return applied, plan, read_chain(self._sources, plan.chain, start)
@@ -295,6 +295,8 @@ class Mirror:
         boxes.sweep(self._control, own=self._session.name, own_places=named)
 
     def _raise_error(self) -> None:
+        if self._closed:
+            raise MirrorError("the mirror was closed", path=self.path)
         error, self._error = self._error, None
         if error is not None:
             self._wake.set()

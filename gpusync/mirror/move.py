@@ -6,9 +6,11 @@ What to move to, and from where, is planned and validated by the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpusync.errors import MirrorError
 from gpusync.mirror import journal
 from gpusync.mirror.change import TensorChange, pending_changes
 from gpusync.mirror.fold import own_files, prepare_fold
@@ -61,11 +63,12 @@ def carry_out(
                 decided, report = _prepare_seed(local, move, sources, workers, copy_code, progress)
             else:
                 decided, report = _prepare_fold(local, move, sources, workers, progress)
+        watch.lap("prepare")
+        journal.commit(local.path, decided)
     except BaseException:
-        journal.discard(local.path)
+        with suppress(MirrorError):  # what cannot be dropped now is dropped at the next open
+            journal.discard(local.path)
         raise
-    watch.lap("prepare")
-    journal.commit(local.path, decided)
     journal.finish(local.path, decided, workers=workers)
     watch.lap("commit")
     return replace(report, seconds=watch.seconds)

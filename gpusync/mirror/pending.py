@@ -113,7 +113,11 @@ def _move(local: LocalDirectory, ready: list[Entry], *, sources: Sources, seed: 
         chain=tuple(entry.version for entry in ready),
         reason="accepted versions",
     )
-    indexes = {version.version: version.index for version in versions}
+    # the identity is that of the published version, which a copy alone cannot tell
+    indexes = {
+        entry.version: replace(version.index, digest=entry.digest)
+        for entry, version in zip(ready, versions, strict=True)
+    }
     return Move(plan=plan, start=start, versions=versions, indexes=indexes, base=base)
 
 

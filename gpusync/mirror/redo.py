@@ -108,8 +108,8 @@ class RedoWriter:
 
 
 def read_records(path: Path, *, nbytes: int) -> Iterator[Record]:
-    """The records of a spool of exactly `nbytes` bytes, in order. JournalError when one is damaged."""
-    with path.open("rb", buffering=1024 * 1024) as spool:
+    """The records of a spool of exactly `nbytes` bytes, in order. MirrorError, or JournalError when one is damaged."""
+    with io.explained("cannot read", path), path.open("rb", buffering=1024 * 1024) as spool:
         found = os.fstat(spool.fileno()).st_size
         if found != nbytes:
             raise JournalError("a redo spool has the wrong length", path=path, expected=nbytes, found=found)

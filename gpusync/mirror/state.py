@@ -39,9 +39,12 @@ class MirrorState:
 
 
 def read_state(control: Path) -> MirrorState | None:
-    """The state, or None when there is none or it is damaged: the tensor files then belong to no known version."""
+    """The state, or None when there is none or it is damaged: the tensor files then belong to no known version.
+
+    MirrorError when it cannot be read: that says nothing about the files.
+    """
     try:
-        told = json.loads((control / STATE_FILE).read_bytes())
+        told = json.loads(_read_file(control / STATE_FILE))
         files = told.get("files")
         return MirrorState(
             version=int(told["version"]),
@@ -52,8 +55,17 @@ def read_state(control: Path) -> MirrorState | None:
             if files is None
             else {name: FileMark(nbytes=int(m[0]), mtime_ns=int(m[1])) for name, m in files.items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
+
+
+def _read_file(path: Path) -> bytes:
+    """Its bytes; none when it is not there."""
+    with io.explained("cannot read", path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return b""
 
 
 def encode_state(state: MirrorState) -> bytes:
@@ -83,11 +95,14 @@ class Checksum:
 
 
 def read_checksums(control: Path) -> dict[str, Checksum]:
-    """The newest checksum of every tensor we know one of; empty when the file is missing or damaged."""
+    """The newest checksum of every tensor we know one of; empty when the file is missing or damaged.
+
+    MirrorError when it cannot be read.
+    """
     try:
-        told = json.loads((control / CHECKSUMS_FILE).read_bytes())
+        told = json.loads(_read_file(control / CHECKSUMS_FILE))
         return decode_checksums(told["checksums"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -7,24 +7,35 @@ fails removes this attempt's files.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpusync.errors import GpusyncError, HookError, PeerFailedError, PublishError, Where
+from gpusync.errors import GpusyncError, HookError, PeerFailedError, Where
 from gpusync.hooks import run_hook
 from gpusync.publish.changes import Change
 from gpusync.publish.duplicates import Manifest, Seen, check_agreement, choose_owners, stored_in_vain
 from gpusync.publish.encode import Encoded, TensorEncoder
-from gpusync.publish.outcome import Settings, Target, Written, make_report, merge_changed, merge_forms, merge_index
+from gpusync.publish.fill import fill_full, fill_shortcut
+from gpusync.publish.opening import Intent, check_intents, check_target, open_older
+from gpusync.publish.outcome import (
+    Settings,
+    Target,
+    Written,
+    make_report,
+    merge_changed,
+    merge_forms,
+    merge_index,
+    merge_moved,
+)
 from gpusync.publish.pool import drain, map_in_order
 from gpusync.publish.ranks import GroupFailedError, Ranks, take_step
 from gpusync.publish.report import PublishReport, Stopwatch
 from gpusync.publish.shards import ShardSet, remove_leftovers
 from gpusync.publish.side_files import copy_side_file, list_side_files
-from gpusync.publish.snapshot import Advance, Snapshot
+from gpusync.publish.snapshot import Advance, Snapshot, StreamSnapshot
+from gpusync.publish.state import PublishedState
 from gpusync.publish.tensors import NamedTensors, Offer, Source, TensorForm, iterate_offers, open_source
 from gpusync.stream import INDEX_NAME, make_version_directory, remove_file, version_path, write_index
 
@@ -50,6 +61,7 @@ class Attempt:
         self._target = target
         self._directory = version_path(settings.source_dir, target.version)
         self._where = Where(path=self._directory, version=target.version)
+        self._older: PublishedState | None = None
         self._watch = Stopwatch()
         self._mine = _Mine()
         self._shards: ShardSet | None = None
@@ -88,41 +100,28 @@ class Attempt:
             warnings=self._mine.warnings,
         )
 
+    def close(self) -> None:
+        """Let go of the files of an older state."""
+        if self._older is not None:
+            self._older.close()
+
     def _begin(self, source: Source) -> tuple[NamedTensors, dict[str, int]]:
         """Agree on what is published; make the directory. Returns the tensors, and which rank writes which, where that
         is known.
         """
         opened: list[NamedTensors] = []
 
-        def look() -> tuple[Target, tuple[str, ...], list[str] | None]:
-            if self._target.version <= self._target.base_version:
-                raise PublishError(
-                    "versions only go up",
-                    where=self._where,
-                    expected=f"above {self._target.base_version}",
-                    found=self._target.version,
-                )
-            if not (self._target.is_full or self._snapshot.keeps or self._snapshot.names):
-                raise PublishError("without base_dir there is nothing to make a delta against", where=self._where)
+        def look() -> tuple[Intent, list[str] | None]:
+            check_target(self._target, self._snapshot, self._directory, where=self._where)
+            self._older = open_older(self._snapshot, self._target, self._settings, where=self._where)
             opened.append(named_tensors := open_source(source))
-            # On every rank, because the next step removes files: never those of a published version.
-            if os.path.lexists(self._directory / INDEX_NAME):
-                raise PublishError("version is published already", where=self._where)
             names = list(named_tensors) if isinstance(named_tensors, Mapping) else None
-            settings = self._settings
-            return self._target, (settings.checksum, settings.stream_id), names
+            return (self._target, self._settings.checksum, self._settings.stream_id), names
 
         plans = take_step(self._ranks, "looking at the version", look, where=self._where)
-        for rank, plan in enumerate(plans):
-            if plan[:2] != plans[0][:2]:
-                raise PublishError(
-                    "ranks want to publish different things",
-                    where=self._where,
-                    expected=f"rank 0: {plans[0][:2]}",
-                    found=f"rank {rank}: {plan[:2]}",
-                )
+        check_intents([intent for intent, _ in plans], where=self._where)
         take_step(self._ranks, "making the version directory", self._make_directory, where=self._where)
-        return opened[0], choose_owners([names for *_, names in plans])
+        return opened[0], choose_owners([names for _, names in plans])
 
     def _make_directory(self) -> None:
         make_version_directory(self._directory)
@@ -165,6 +164,7 @@ class Attempt:
     def _encoder(self) -> TensorEncoder:
         return TensorEncoder(
             snapshot=self._snapshot,
+            base=self._snapshot if self._older is None else StreamSnapshot(self._older),
             encoding=self._target.encoding,
             checksum=self._settings.checksum,
             identify=self._ranks.size > 1,
@@ -187,11 +187,12 @@ class Attempt:
             identity=encoded.identity,
             written_as=encoded.written_as,
             changed_bytes=encoded.changed_bytes,
+            moved=encoded.moved,
         )
         if encoded.first and not self._target.is_full and self._snapshot.lacks(encoded.name):
             self._warn(f"tensor `{encoded.name}` is not in the base: the given value is taken for the old one")
         change = encoded.change
-        if change is not None and self._snapshot.keeps and (change.changed_bytes or encoded.first):
+        if change is not None and self._snapshot.keeps and (encoded.moved or encoded.first):
             self._mine.changes[encoded.name] = change
         if encoded.stored is not None:
             with self._watch.stage("write"):
@@ -205,7 +206,7 @@ class Attempt:
             filled: dict[str, TensorForm] = {}
             with self._watch.stage("write"):
                 shards.drop(stored_in_vain(manifests, self._ranks.rank))
-                if self._target.is_full and self._ranks.rank == 0:
+                if self._ranks.rank == 0:
                     filled = self._fill(manifests)
                     self._copy_side_files()
                 shards.flush()
@@ -221,16 +222,17 @@ class Attempt:
         return take_step(self._ranks, "writing", work, where=self._where)
 
     def _fill(self, manifests: Sequence[Manifest]) -> dict[str, TensorForm]:
-        """A full version holds every tensor; one that no rank offered is unchanged."""
-        encoder = self._encoder()
-        filled: dict[str, TensorForm] = {}
-        for name in sorted(set(self._snapshot.names).difference(*manifests)):
-            form, data = self._snapshot.form(name), self._snapshot.open(name, hold=False)
-            if form is None or data is None:
-                raise PublishError("a full version lacks a tensor", where=self._where, tensor=name)
-            filled[name] = form
-            self._open_shards().add(encoder.store_whole(name, form, data))
-        return filled
+        """A tensor that no rank offered is as in the newest version, which a delta on that need not say."""
+        if not (self._target.is_full or self._target.is_shortcut):
+            return {}
+        names = set(self._snapshot.names).difference(*manifests)
+        encoder, keep = self._encoder(), self._open_shards().add
+        if self._target.is_full:
+            return fill_full(names, encoder=encoder, snapshot=self._snapshot, keep=keep, where=self._where)
+        workers = self._settings.workers
+        return fill_shortcut(
+            names, encoder=encoder, snapshot=self._snapshot, keep=keep, where=self._where, workers=workers
+        )
 
     def _copy_side_files(self) -> None:
         if self._target.side_files is None:
@@ -296,7 +298,9 @@ class Attempt:
                 is_full=self._target.is_full,
                 changes=self._mine.changes,
                 forms=merge_forms(manifests, written),
-                changed=merge_changed(manifests),
+                changed=merge_changed(manifests, written),
+                moved=merge_moved(manifests),
+                older=self._older,
             )
         )
 

@@ -15,13 +15,15 @@ class Seen:
     """What one rank says of a tensor it offers.
 
     `identity` tells states apart: the same for equal bytes. `written_as` names the form it has stored the tensor in, ""
-    if it has not. `changed_bytes` is 0 where another rank is known to write it.
+    if it has not. `changed_bytes` is 0 where another rank is known to write it. `moved`: it is not as in the newest
+    version.
     """
 
     form: TensorForm
     identity: str | None
     written_as: str
     changed_bytes: int
+    moved: bool = False
 
 
 Manifest = Mapping[str, Seen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpusync.codec import U8, Payload, choose_gf01, encode_overwrite, encode_xor
 from gpusync.codec.windows import iterate_windows
@@ -41,30 +41,31 @@ class Stored:
 class Encoded:
     """What became of an offer. `stored` is None where nothing is to be written.
 
-    `identity` tells states apart among ranks, where it was asked for. `change` is kept for the snapshot; `first` means
-    that nothing was known of the tensor's old state, and the offered one was taken for it.
+    `identity` tells states apart among ranks, where it was asked for. `changed_bytes` counts against the version that
+    the new one is made on; `change`, kept for the snapshot, and `moved` are against the newest one. `first` means that
+    nothing was known of the tensor's old state, and the offered one was taken for it.
     """
 
     name: str
     form: TensorForm
     identity: str | None
     stored: Stored | None = None
+    changed_bytes: int = 0
     change: Change | None = None
+    moved: bool = False
     first: bool = False
     written_as: str = ""
-
-    @property
-    def changed_bytes(self) -> int:
-        return 0 if self.change is None else self.change.changed_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEncoder:
     """How tensors of one version are encoded. `encoding` None: a full version. `identify`: states are to be told apart
-    by `Encoded.identity`. Used by several threads.
+    by `Encoded.identity`. `base` is what the version is made on: the snapshot itself, or an older state. Used by
+    several threads.
     """
 
     snapshot: Snapshot
+    base: Snapshot
     encoding: str | None
     checksum: str
     identify: bool
@@ -75,28 +76,42 @@ class TensorEncoder:
         """Errors: LayoutError for another form than the readers hold, PublishError and what encoders raise."""
         self._check_form(offer)
         with self.watch.stage("read"):
-            new = read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
-            old = self.snapshot.open(offer.name)
+            new = self._read(offer)
+            newest = self.snapshot.open(offer.name)
+            old = self._open_base(offer.name, newest)
         with self.watch.stage("compare"):
-            change = self._compare(offer, old, new)
+            change = self._compare(offer, newest, new)
+            changed_bytes = (change if old is newest else self._compare(offer, old, new, keep=False)).changed_bytes
         if self.encoding is None:
-            return self._encode_full(offer, new, change, known=old is not None)
-        if old is None or not change.changed_bytes:
-            return Encoded(
-                name=offer.name,
-                form=offer.form,
-                identity=self._identity(new) if self.identify else None,
-                change=change,
-                first=old is None,
-            )
-        return self._encode_delta(offer, old, new, change)
+            encoded = self._encode_full(offer, new)
+        elif old is not None and changed_bytes:
+            encoded = self._encode_delta(offer, old, new)
+        else:
+            identity = self._identity(new) if self.identify else None
+            encoded = Encoded(name=offer.name, form=offer.form, identity=identity)
+        return replace(
+            encoded,
+            changed_bytes=changed_bytes,
+            change=change,
+            moved=change.changed_bytes > 0,
+            first=newest is None,
+        )
 
     def identify_only(self, offer: Offer) -> Encoded:
         """For a tensor that another rank writes."""
         self._check_form(offer)
         with self.watch.stage("read"):
-            new = read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
+            new = self._read(offer)
         return Encoded(name=offer.name, form=offer.form, identity=self._identity(new))
+
+    def encode_unoffered(self, offer: Offer) -> Stored | None:
+        """For a tensor that no rank offers, in its newest state: what changed since the base, None if nothing did."""
+        with self.watch.stage("read"):
+            new = self._read(offer)
+            old = self._open_base(offer.name, None)
+        with self.watch.stage("compare"):
+            change = self._compare(offer, old, new, keep=False)
+        return self._encode_delta(offer, old, new).stored if old is not None and change.changed_bytes else None
 
     def store_whole(self, name: str, form: TensorForm, data: U8 | Payload) -> Stored:
         """The tensor as a full version holds it."""
@@ -121,27 +136,39 @@ class TensorEncoder:
                 found=offer.form,
             )
 
-    def _compare(self, offer: Offer, old: U8 | Payload | None, new: U8 | Payload) -> Change:
-        keep = self.snapshot.keeps
+    def _read(self, offer: Offer) -> U8 | Payload:
+        return read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
+
+    def _open_base(self, name: str, newest: U8 | Payload | None) -> U8 | Payload | None:
+        """The state that the payload is made against. A tensor that no reader holds is not in an older base either."""
+        if self.base is self.snapshot or self.snapshot.lacks(name):
+            return newest
+        old = self.base.open(name)
+        if old is None:
+            raise PublishError("tensor is not in the older version to publish on", where=self._where(name))
+        return old
+
+    def _compare(
+        self, offer: Offer, old: U8 | Payload | None, new: U8 | Payload, *, keep: bool | None = None
+    ) -> Change:
+        keep = self.snapshot.keeps if keep is None else keep
         if old is not None:
             return find_change(old, new, keep=keep)
         # A copy: what is offered is the caller's, and changes before the next publish.
         whole = read_whole(new).copy() if keep else None
         return Change(changed_bytes=0 if self.encoding is not None else offer.form.nbytes, whole=whole)
 
-    def _encode_full(self, offer: Offer, new: U8 | Payload, change: Change, *, known: bool) -> Encoded:
+    def _encode_full(self, offer: Offer, new: U8 | Payload) -> Encoded:
         stored = self.store_whole(offer.name, offer.form, new)
         return Encoded(
             name=offer.name,
             form=offer.form,
             identity=self._identity(new, stored.checksum) if self.identify else None,
             stored=stored,
-            change=change,
-            first=not known,
             written_as="full",
         )
 
-    def _encode_delta(self, offer: Offer, old: U8 | Payload, new: U8 | Payload, change: Change) -> Encoded:
+    def _encode_delta(self, offer: Offer, old: U8 | Payload, new: U8 | Payload) -> Encoded:
         if self.snapshot.lacks(offer.name):
             raise PublishError(
                 "tensor changed, but the checkpoint of the readers does not have it: publish a full version first",
@@ -165,7 +192,6 @@ class TensorEncoder:
             form=offer.form,
             identity=self._identity(new, checksum) if self.identify else None,
             stored=stored,
-            change=change,
             written_as=written_as,
         )
 

@@ -30,16 +30,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The version to be published. `encoding` None: a full version, with the side files of a directory."""
+    """The version to be published. `encoding` None: a full version, with the side files of a directory.
+
+    `newest` is the version before it, `base_version` the one it is made on: the same, but for a shortcut.
+    """
 
     version: int
     base_version: int
+    newest: int
     encoding: str | None
     side_files: Path | None = None
 
     @property
     def is_full(self) -> bool:
         return self.encoding is None
+
+    @property
+    def is_shortcut(self) -> bool:
+        return not self.is_full and self.base_version != self.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +68,15 @@ def merge_forms(manifests: Sequence[Manifest], written: Sequence[Written]) -> di
     return forms
 
 
-def merge_changed(manifests: Sequence[Manifest]) -> set[str]:
-    """The tensors in which a byte changed."""
-    return {name for manifest in manifests for name, seen in manifest.items() if seen.changed_bytes}
+def merge_changed(manifests: Sequence[Manifest], written: Sequence[Written]) -> set[str]:
+    """The tensors in which a byte changed, since the version that the new one is made on."""
+    offered = {name for manifest in manifests for name, seen in manifest.items() if seen.changed_bytes}
+    return offered.union(*(rank.filled for rank in written))
+
+
+def merge_moved(manifests: Sequence[Manifest]) -> set[str]:
+    """The tensors in which a byte changed since the newest version."""
+    return {name for manifest in manifests for name, seen in manifest.items() if seen.moved}
 
 
 def merge_index(

@@ -97,23 +97,35 @@ class Publisher:
         """What tells this stream from another in the same place."""
         return self._settings.stream_id
 
-    def publish(self, named_tensors: Source, *, version: int | None = None) -> PublishReport:
+    def publish(
+        self, named_tensors: Source, *, version: int | None = None, base_version: int | None = None
+    ) -> PublishReport:
         """Publish what changed since the last version, as a delta (or, by `full_every`, a full version).
 
         `named_tensors`: a mapping, an iterable of (name, tensor) or a checkpoint directory. A tensor is a torch tensor,
         a numpy array or `StoredBytes`. Those that are missing are unchanged; a version may change nothing. Each rank
         may offer its own; what two ranks offer must be equal, and is written once. `version`: by default the next one.
 
+        `base_version`: an older version to make a delta on instead, whatever `full_every` says: a shortcut for readers
+        that are still there. All others reach it too, from where that version's chain starts; later deltas build on it.
+        Its state is read back from `base_dir` and the stream, tensor by tensor; a tensor that no rank offers is
+        compared with it as well.
+
         On return the version is durable. On any error nothing is visible and the same can be tried again: PublishError
         (taken version, write failure, different bytes on two ranks ...), LayoutError (a tensor of another form than the
-        readers hold), HookError; PeerFailedError on the ranks that were not at fault. What an iterator raises is raised
-        as it is. There is one exception: if the hook fails after the index, and the filesystem does not let the index
-        be removed, the version is published, `version` says so, and HookError is raised.
+        readers hold), ChainError (a `base_version` that cannot be read back), HookError; PeerFailedError on the ranks
+        that were not at fault. What an iterator raises is raised as it is. There is one exception: if the hook fails
+        after the index, and the filesystem does not let the index be removed, the version is published, `version` says
+        so, and HookError is raised.
         """
         version = self.version + 1 if version is None else version
-        if self._full_every and version % self._full_every == 0:
+        if base_version is None and self._full_every and version % self._full_every == 0:
             return self.publish_full(named_tensors, version=version)
-        return self._publish(named_tensors, version=version, encoding=self._settings.encoding, side_files=None)
+        base_version = self.version if base_version is None else base_version
+        target = Target(
+            version=version, base_version=base_version, newest=self.version, encoding=self._settings.encoding
+        )
+        return self._attempt(named_tensors, target)
 
     def publish_full(
         self, named_tensors: Source, *, side_files: str | os.PathLike[str] | None = None, version: int | None = None
@@ -126,16 +138,17 @@ class Publisher:
         """
         version = self.version + 1 if version is None else version
         directory = self._base_dir if side_files is None else Path(side_files)
-        return self._publish(named_tensors, version=version, encoding=None, side_files=directory)
+        target = Target(
+            version=version, base_version=self.version, newest=self.version, encoding=None, side_files=directory
+        )
+        return self._attempt(named_tensors, target)
 
-    def _publish(
-        self, named_tensors: Source, *, version: int, encoding: str | None, side_files: Path | None
-    ) -> PublishReport:
-        target = Target(version=version, base_version=self.version, encoding=encoding, side_files=side_files)
+    def _attempt(self, named_tensors: Source, target: Target) -> PublishReport:
         attempt = Attempt(settings=self._settings, ranks=self._ranks, snapshot=self._snapshot, target=target)
         try:
             return attempt.run(named_tensors)
         finally:
+            attempt.close()
             self._snapshot.close()
 
 

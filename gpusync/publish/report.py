@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """One published version. Counts are sums over all ranks, each tensor once, and the same on every rank.
+    """One published version. Counts are sums over all ranks, each offered tensor once, and the same on every rank.
 
     `bytes_offered` and `bytes_changed` are bytes of tensors, `wire_bytes` those of the shards and the index.
     `forms` counts payloads by the form they were written in. `seconds` are this rank's: "total" is wall time, a stage

@@ -20,7 +20,9 @@ from gpusync.publish.tensors import TensorForm
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
     """What a durable version was. `changes` are this rank's, with first values of tensors among them (no byte changed);
-    `forms` are those of all tensors offered on any rank, `changed` names the tensors with payloads.
+    `forms` are those of all tensors offered on any rank, `changed` names the tensors with payloads, `moved` those whose
+    bytes are no longer the newest version's (the same, but for a delta on an older one). `older` is the state of that
+    older version, None where the delta was made on the newest.
     """
 
     version: int
@@ -28,6 +30,8 @@ class Advance:
     changes: Mapping[str, Change]
     forms: Mapping[str, TensorForm]
     changed: Collection[str]
+    moved: Collection[str]
+    older: PublishedState | None = None
 
 
 class Snapshot(Protocol):
@@ -53,6 +57,10 @@ class Snapshot(Protocol):
 
     def open(self, name: str, *, hold: bool = True) -> U8 | Payload | None:
         """The old bytes, None where none are known. Not to be written to. `hold`: they will be asked for again."""
+        ...
+
+    def branch(self, version: int) -> PublishedState:
+        """The state of an older version. Errors as `PublishedState.branch`."""
         ...
 
     def advance(self, step: Advance) -> None:
@@ -102,11 +110,14 @@ class MemorySnapshot:
             source = self._held[name] = read_whole(source)
         return source
 
+    def branch(self, version: int) -> PublishedState:
+        return self._state.branch(version)
+
     def advance(self, step: Advance) -> None:
         for name, change in step.changes.items():
             self._held[name] = change.apply_to(self._held.get(name))
             self._held_forms[name] = step.forms[name]
-        for name in set(step.changed).difference(step.changes):
+        for name in set(step.moved).difference(step.changes):
             self._held.pop(name, None)
         self._elsewhere.update(name for name in step.forms if name not in self._held)
         _follow(self._state, step)
@@ -136,6 +147,9 @@ class StreamSnapshot:
     def open(self, name: str, *, hold: bool = True) -> U8 | Payload | None:
         return self._state.open(name)
 
+    def branch(self, version: int) -> PublishedState:
+        return self._state.branch(version)
+
     def advance(self, step: Advance) -> None:
         _follow(self._state, step)
 
@@ -144,6 +158,8 @@ class StreamSnapshot:
 
 
 def _follow(state: PublishedState, step: Advance) -> None:
+    if step.older is not None:
+        state.adopt(step.older)
     if step.is_full:
         state.follow_full(step.version, forms=step.forms)
     else:

@@ -43,6 +43,8 @@ class PublishedState:
     ) -> None:
         """At `base_version`, whose state `base_dir` holds. Errors as `read_checkpoint`."""
         self._source_dir = Path(source_dir)
+        self._base_dir = base_dir
+        self._base_version = base_version
         self._anchor: Checkpoint | PublishedVersion | None = None
         self._anchor_version = base_version
         self._forms: Mapping[str, TensorForm] | None = None
@@ -112,6 +114,23 @@ class PublishedState:
         """
         self._anchor = None
         self._move_anchor(version, forms)
+
+    def branch(self, version: int) -> PublishedState:
+        """The state of an older version, read back as `resume` does; this one stays as it is. Errors as `resume`."""
+        if self._base_dir is None or version < self._base_version:
+            older = PublishedState(self._source_dir, base_dir=None)
+        else:
+            older = PublishedState(self._source_dir, base_dir=self._base_dir, base_version=self._base_version)
+        if not (older.is_known and version == self._base_version):
+            older.resume(version)
+        return older
+
+    def adopt(self, other: PublishedState) -> None:
+        """Be where `other`, a state of the same stream, is. `other` is of no further use."""
+        self.close()
+        self._anchor, self._anchor_version = other._anchor, other._anchor_version
+        self._forms, self._chain, self._touched = other._forms, other._chain, other._touched
+        self.version = other.version
 
     def close(self) -> None:
         """Close files and forget headers; the next `open` reads them again."""

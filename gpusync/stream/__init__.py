@@ -15,6 +15,7 @@ from gpusync.stream.header import (
     parse_header,
     read_header,
 )
+from gpusync.stream.identity import read_identity
 from gpusync.stream.index import INDEX_NAME, VersionIndex, encode_index, parse_index
 from gpusync.stream.open_files import OpenFiles
 from gpusync.stream.shards import StoredTensor
@@ -71,6 +72,7 @@ __all__ = [
     "parse_version_dir_name",
     "read_checkpoint",
     "read_header",
+    "read_identity",
     "read_index",
     "read_version",
     "remove_file",

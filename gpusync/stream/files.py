@@ -34,7 +34,7 @@ class ByteSource(Protocol):
 
 
 class SourceFile:
-    """One regular file, open for reading. Its length is what it was when it was opened."""
+    """One regular file, open for reading. `nbytes` and `mtime_ns` are what they were when it was opened."""
 
     def __init__(self, path: str | os.PathLike[str], *, follow_links: bool = False, where: Where = NOWHERE) -> None:
         """Raises VersionMissingError where there is no such file, StreamError for anything but a regular file (with
@@ -59,6 +59,7 @@ class SourceFile:
             self.close()
             raise
         self.nbytes = status.st_size
+        self.mtime_ns = status.st_mtime_ns
 
     def read_at(self, offset: int, nbytes: int, *, where: Where | None = None) -> bytes:
         """`nbytes` bytes from `offset` on. Errors as `read_into`."""

@@ -1,7 +1,8 @@
-"""A fork server for the directory's tests."""
+"""A fork server for the directory's tests, and a disk that answers at once."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,9 @@ from support.fork_server import ForkServer
 def processes() -> Iterator[ForkServer]:
     with ForkServer() as server:
         yield server
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no power is lost but in a model, or only a process dies, nothing has to wait for this machine's disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.fork_server import ForkServer
-from support.kill import KilledAt, Point, PointsOf
+from support.kill import KilledAt, Point, PointsOf, Pull, Unsynced
 from support.streams import Stream, check_local, few_tensors, write_stream
 
 KINDS = ["xor", "overwrite", "full", "gpusync"]
@@ -44,7 +44,11 @@ class Bench:
 
     def points(self) -> list[Point]:
         self.reset()
-        return self.processes.run(PointsOf(self.stream.pull(self.local, TARGET), self.local)).value
+        return self.processes.run(Unsynced(PointsOf(self.pull, self.local))).value
+
+    @property
+    def pull(self) -> Pull:
+        return self.stream.pull(self.local, TARGET)
 
     def usual_seconds(self, **options: object) -> float:
         self.reset()
@@ -54,12 +58,12 @@ class Bench:
 
     def try_point(self, point: Point, *, then: int) -> None:
         self.reset()
-        killed = self.processes.run(KilledAt(self.stream.pull(self.local, TARGET), self.local, point))
+        killed = self.processes.run(Unsynced(KilledAt(self.pull, self.local, point)))
         assert killed.was_killed, f"{point}: {killed}"
         self.check_next(then, point)
 
     def check_next(self, then: int, note: object) -> None:
-        after = self.processes.run(self.stream.pull(self.local, then))
+        after = self.processes.run(Unsynced(self.stream.pull(self.local, then)))
         assert after.error is None, f"{note}: {after.error}"
         check_local(self.local, self.stream, then, note)
 
@@ -97,10 +101,9 @@ def test_killed_again_while_recovering(processes, streams, tmp_path: Path, kind:
     points = bench.points()
     for point in rng.sample(points[len(points) // 2 :], SAMPLE // 2):
         bench.reset()
-        pull = bench.stream.pull(bench.local, TARGET)
-        processes.run(KilledAt(pull, bench.local, point))
         again = Point("", rng.randint(1, 60))
-        processes.run(KilledAt(pull, bench.local, again))
+        for each in (point, again):
+            processes.run(Unsynced(KilledAt(bench.pull, bench.local, each)))
         bench.check_next(rng.choice([TARGET, NEWEST]), f"{point}, then after {again.occurrence} steps")
 
 

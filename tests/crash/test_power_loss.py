@@ -6,7 +6,6 @@ shown without the stream, so that nothing can be fetched anew. Then, with the st
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -47,12 +46,6 @@ def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stream]:
         kind: write_stream(tmp_path_factory.mktemp(kind), kind, tiny_tensors(), count=NEWEST, share=0.05)
         for kind in KINDS
     }
-
-
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is durable is counted by the recorder: nothing has to wait for this machine's disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @dataclass

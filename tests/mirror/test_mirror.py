@@ -324,6 +324,15 @@ class TestErrors:
         mirror.flush(WAIT_S)
 
 
+def test_a_closed_mirror_says_so(site, open_mirror) -> None:
+    published(site, 1)
+    mirror = open_mirror()
+    mirror.close()
+    for call in (lambda: mirror.receive(1), lambda: mirror.accept(1), lambda: mirror.flush(1)):
+        with pytest.raises(MirrorError, match="closed"):
+            call()
+
+
 def test_folded_payloads_are_kept_within_a_budget(site, open_mirror) -> None:
     published(site, 5)
     mirror = open_mirror(keep_versions=2)

@@ -22,6 +22,7 @@ from gpusync.errors import GpusyncError, PeerFailedError
 from gpusync.publish import Publisher, StoredBytes
 from gpusync.stream import INDEX_NAME
 from support.checkpoints import State, changed, small_state
+from support.shortcuts import older_states
 
 Scene = Callable[["Rank"], dict[str, Any]]
 SCENES: dict[str, Scene] = {}
@@ -191,6 +192,35 @@ def resumed(rank: Rank) -> dict[str, Any]:
     second = rank.publisher(resume=True)
     steps += [rank.attempt(lambda: second.publish(rank.share(states[1])))]
     return {"steps": steps, "same_stream": first.stream_id == second.stream_id}
+
+
+@scene
+def on_an_older_version(rank: Rank) -> dict[str, Any]:
+    """Deltas on versions that are not the newest: shares and a failure on one rank, then everything from everybody;
+    the stream goes on, from iterators; then one tensor of all.
+    """
+    failing = False
+
+    def hook(_: str) -> None:
+        if failing and rank.rank == rank.size - 1:
+            raise OSError(5, "volume commit failed")
+
+    publisher = rank.publisher(post_write_hook=hook)
+    states = older_states(rank.state)
+    steps = [rank.attempt(lambda state=state: publisher.publish(rank.share(state))) for state in states[1:3]]
+    refused = [rank.attempt(lambda: publisher.publish({}, base_version=min(rank.rank, 1)))]
+    failing = True
+    refused += [rank.attempt(lambda: publisher.publish(rank.share(states[3]), base_version=1))]
+    left, version = (rank.source / "weight_v000003").exists(), publisher.version
+    failing = False
+    last = {"step": states[6]["step"]} if rank.rank == rank.size - 1 else {}
+    steps += [
+        rank.attempt(lambda: publisher.publish(rank.share(states[3]), base_version=1)),
+        rank.attempt(lambda: publisher.publish(offer(states[4]), base_version=1)),
+        rank.attempt(lambda: publisher.publish(iter(offer(states[5]).items()))),
+        rank.attempt(lambda: publisher.publish(offer(last), base_version=2)),
+    ]
+    return {"steps": steps, "refused": refused, "left": left, "version": version}
 
 
 @scene

@@ -17,6 +17,7 @@ from gpusync.errors import VersionMissingError
 from gpusync.stream import SourceFile, read_header, read_version
 from support.checkpoints import State, changed, read_state, small_state, write_checkpoint
 from support.receiver import receive
+from support.shortcuts import older_states
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -181,6 +182,36 @@ def test_all_ranks_resume_one_stream(played):
         assert is_published(outcomes, version)
     assert all(seen["same_stream"] for seen in played.seen("resumed"))
     assert played.receive("resumed", 2) == changed(changed(played.state, 1), 2)
+
+
+def test_a_delta_on_an_older_version(played, tmp_path):
+    """Receivers there, at the newest and at nothing reach it; a failure on one rank leaves all where they were."""
+    states = older_states(played.state)
+    scene = "on_an_older_version"
+    for version, outcomes in enumerate(played.steps(scene), start=1):
+        assert is_published(outcomes, version)
+        assert played.receive(scene, version) == states[version]
+    for seen in played.seen(scene):
+        different, failed = seen["refused"]
+        assert "different things" in different["text"]
+        assert "volume commit failed" in failed["text"]
+        assert (seen["left"], seen["version"]) == (False, 2)
+    source = played.place / scene
+    assert [read_version(source, v).index.base_version for v in range(1, 7)] == [0, 1, 1, 1, 4, 2]
+    for held, target, seed in (
+        (1, 3, "store"),
+        (2, 3, "base"),
+        (None, 3, "base"),
+        (4, 5, "store"),
+        (2, 6, "store"),
+        (5, 6, "base"),
+    ):
+        local = tmp_path / f"{held}-{target}"
+        place = {"local_checkpoint_dir": local, "base_dir": played.place / "base", "source_dir": source}
+        if held is not None:
+            pull(**place, target_version=held)
+        assert pull(**place, target_version=target).seed == seed
+        assert read_state(local) == states[target]
 
 
 def test_a_wrong_setting_on_one_rank_stops_all(played):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpusync
 from gpusync.mirror import io
@@ -38,6 +39,17 @@ class Pull:
             target_version=self.target,
             **{"workers": 1, "lock_timeout": 30.0, **self.options},
         )
+
+
+@dataclass(frozen=True)
+class Unsynced:
+    """Run `action` without waiting for the disk: what a killed process wrote is there for the next one all the same."""
+
+    action: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        with mock.patch.object(os, "fsync", return_value=None):
+            return self.action()
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ def as_state(tensors: dict[str, torch.Tensor]) -> State:
 
 def as_tensors(state: State, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        name: torch.tensor(bytearray(each.data.tobytes()), dtype=torch.uint8)
-        .view(like[name].dtype)
-        .reshape(like[name].shape)
+        name: torch.tensor(list(each.data), dtype=torch.uint8).view(like[name].dtype).reshape(like[name].shape)
         for name, each in state.items()
     }
 

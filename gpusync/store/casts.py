@@ -18,6 +18,7 @@ from gpusync.layout import CastSegments, LayoutMap, ReadTensor, storage_bytes
 from gpusync.store.memory import Memory
 from gpusync_kernels import SegmentTable, bind_casts, cast_segments, restore_cast
 from gpusync_kernels.cast import FORMATS, BoundCasts
+from gpusync_kernels.segments import single_rows
 
 
 @dataclass(slots=True)
@@ -59,12 +60,10 @@ class CastStore:
         """Read the published bytes of the version that is live."""
         for name, (_, packed, nbytes) in self._slices.items():
             data = np.zeros(nbytes, np.uint8)
-            for row in packed.rows:
-                for number in range(int(row["rows"])):
-                    at = int(row["dst_offset"] + number * row["dst_stride"])
-                    read(
-                        name, int(row["src_offset"] + number * row["src_stride"]), data[at : at + int(row["row_bytes"])]
-                    )
+            source = read(name)
+            for row in single_rows(packed.rows):
+                at, size = int(row["dst_offset"]), int(row["row_bytes"])
+                source.read_into(int(row["src_offset"]), memoryview(data)[at : at + size])
             self._kept[name] = self._memory.upload(data)
 
     def begin(self, batch: Sequence[str]) -> CastBatch:

@@ -37,20 +37,35 @@ def torch_forms(tensors: Iterable[tuple[str, TensorForm]]) -> tuple[Forms, dict[
 def record_loader(model: torch.nn.Module, load_weights: LoadWeights, forms: Forms) -> Record:
     """What the loader does with tensors of these forms. What it cannot load is opaque.
 
-    They are given all at once. Should the loader raise, then one by one, to find those it raises for, and then the
-    others at once again: a loader may wait for several tensors to place them together.
+    They are given all at once. Should the loader raise, then in ever smaller parts, to find the tensors it raises for
+    alone; and then the others at once again: a loader may wait for several tensors to place them together.
     """
     record = _try(model, load_weights, forms, list(forms))
     if isinstance(record, Record):
         return record
-    alone = {name: _try(model, load_weights, forms, [name]) for name in forms}
-    raised = {name: result for name, result in alone.items() if isinstance(result, str)}
-    rest = _try(model, load_weights, forms, [name for name in forms if name not in raised])
+    raised = _find_raising(model, load_weights, forms, list(forms))
+    others = [name for name in forms if name not in raised]
+    rest = _try(model, load_weights, forms, others)
     if isinstance(rest, str):
+        alone = {name: _try(model, load_weights, forms, [name]) for name in others}
         rest = _union(alone, because=rest)
     for name, reason in raised.items():
         rest.refuse([name], reason)
     return rest
+
+
+def _find_raising(
+    model: torch.nn.Module, load_weights: LoadWeights, forms: Forms, names: Sequence[str]
+) -> dict[str, str]:
+    """The tensors that the loader raises for when it is given them alone, and what."""
+    result = _try(model, load_weights, forms, names)
+    if isinstance(result, Record):
+        return {}
+    if len(names) == 1:
+        return {names[0]: result}
+    middle = len(names) // 2
+    halves = [_find_raising(model, load_weights, forms, half) for half in (names[:middle], names[middle:])]
+    return {**halves[0], **halves[1]}
 
 
 def _try(model: torch.nn.Module, load_weights: LoadWeights, forms: Forms, names: Sequence[str]) -> Record | str:
@@ -71,6 +86,7 @@ def _union(alone: dict[str, Record | str], *, because: str) -> Record:
     union = Record()
     for name, record in alone.items():
         if isinstance(record, str):
+            union.refuse([name], record)
             continue
         for storage, writes in record.writes.items():
             union.writes.setdefault(storage, []).extend(writes)

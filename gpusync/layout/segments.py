@@ -1,7 +1,8 @@
 """Pieces as segments: which runs of a tensor's bytes go where in a storage, as the device operations take them.
 
-A segment table's source is the tensor as published, its destination the storage. Runs are as long as they can be: where
-two touch on both sides they are one. Pieces that convert count elements instead of bytes, as `bind_casts` wants it.
+A segment table's source is the tensor as published, its destination the storage. Runs are as long as the dimensions of
+a piece make them, and what was loaded in parts is put together again. Pieces that convert count elements instead of
+bytes, as `bind_casts` wants it.
 
     rows 4..7 of a [8, 6] tensor of bytes, its columns 2..3, packed from byte 100 of their storage:
     src_offset=26 src_stride=6   dst_offset=100 dst_stride=2   rows=4 row_bytes=2
@@ -21,7 +22,7 @@ from gpusync.layout.placement import Piece
 from gpusync_kernels.segments import SEGMENT, Rows, SegmentTable, single_rows
 
 RUN_BY_RUN = 1 << 14
-"""Tensors of several pieces with no more runs than this are merged run by run, whatever the order they came in."""
+"""Parts with no more runs than this together are merged run by run, however they were cut."""
 
 Ints = npt.NDArray[np.int64]
 Dims = list[tuple[int, int, int]]
@@ -78,8 +79,8 @@ def merge_segments(rows: Rows) -> Rows:
     """The same bytes in fewer segments, in the order of the destination: neighbours joined while there are any."""
     merged = _join_segments(rows)
     if len(merged) > 1 and int(merged["rows"].sum()) <= RUN_BY_RUN:
-        runs = _join_segments(single_rows(merged))
-        merged = _strided(runs) if len(runs) < int(merged["rows"].sum()) else merged
+        strided = _strided(_join_segments(single_rows(merged)))
+        merged = min(merged, strided, key=lambda each: (len(each), int(each["rows"].sum())))
     single = merged["rows"] == 1
     for stride in ("src_stride", "dst_stride"):
         merged[stride] = np.where(single, merged["row_bytes"], merged[stride])

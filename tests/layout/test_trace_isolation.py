@@ -61,6 +61,20 @@ def test_a_loader_may_raise_for_one_tensor_and_wait_for_others():
     assert kinds(layout) == {"a": "direct", "b": "direct", "bad": "opaque"}
 
 
+def test_one_bad_tensor_among_many_does_not_take_a_run_of_the_loader_for_each():
+    names = [f"p{number}" for number in range(64)]
+    model, runs = module(*names), []
+
+    def load(weights):
+        runs.append(0)
+        for name, tensor in weights:
+            model.get_parameter(name).data.copy_(tensor if name != "p37" else tensor[:1][:, None, None, None])
+
+    layout = trace(model, load, specs_of(state(*names)))
+    assert [name for name, kind in kinds(layout).items() if kind == "opaque"] == ["p37"]
+    assert len(runs) <= 2 + 2 * 7
+
+
 def test_a_loader_that_always_raises_in_company_is_believed_tensor_by_tensor():
     model = module("a", "b")
 
@@ -257,3 +271,13 @@ def test_gradients_do_not_matter():
             model.get_parameter(name).copy_(tensor)
 
     assert kinds(trace(model, load, forms)) == {"weight": "direct", "bias": "direct"}
+
+
+def test_torchs_own_load_state_dict_is_a_loader_like_any_other():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layout = trace(model, lambda weights: model.load_state_dict(dict(weights)), specs_of(model.state_dict()))
+    assert set(kinds(layout).values()) == {"direct"}
+    assert layout.placements.keys() == before.keys()
+    assert layout.untouched_bytes() == {}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

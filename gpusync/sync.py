@@ -31,7 +31,7 @@ from gpusync.store.compact import CompactFile
 from gpusync.store.digests import digest_over
 from gpusync.store.leader import decode_chain, decode_updates, encode_updates
 from gpusync.store.memory import HostMemory
-from gpusync.store.rank import STAGING_BYTES, PreparedUpdate, RankStore
+from gpusync.store.rank import STAGING_BYTES, PreparedUpdate, RankStore, TensorUpdate
 from gpusync.stream import ByteSource, Checkpoint, OpenFiles, read_checkpoint
 from gpusync.verdict import Group, InDoubtError, guard, open_group, take_step
 
@@ -268,7 +268,7 @@ class WeightSync:
         plan = Plan(**{**mine["plan"], "chain": tuple(mine["plan"]["chain"])})
         clock.lap("fetch and decode")
         updates = decode_updates(mine["updates"])
-        reason = self._why_reload(plan, list(updates), [told[leader] for leader in self._group.leaders])
+        reason = self._why_reload(plan, updates, [told[leader] for leader in self._group.leaders])
         path_taken: CommitPath = "in place" if reason is None else "reload"
         if plan.is_nothing:
             path_taken, reason = "nothing", plan.reason
@@ -334,7 +334,7 @@ class WeightSync:
             }
         )
 
-    def _why_reload(self, plan: Plan, names: list[str], leaders: list[dict[str, Any]]) -> str | None:
+    def _why_reload(self, plan: Plan, updates: Mapping[str, TensorUpdate], leaders: list[dict[str, Any]]) -> str | None:
         """Why the commit has to be a reload, on any rank; the same answer on all."""
         mine: str | None = None
         if any((each["plan"], each["digests"]) != (leaders[0]["plan"], leaders[0]["digests"]) for each in leaders):
@@ -342,7 +342,7 @@ class WeightSync:
         elif plan.reseeds:
             mine = f"starts from the {plan.seed} version {plan.seed_version} ({plan.reason})"
         else:
-            opaque = self._store.opaque_among(names)
+            opaque = self._store.opaque_among(updates)
             if opaque:
                 name, why = next(iter(opaque.items()))
                 mine = f"{len(opaque)} changed tensors cannot be patched in place, `{name}` among them: {why}"

@@ -82,14 +82,19 @@ class RankStore:
         """The tensors of which this rank holds bytes that it can patch."""
         return frozenset(name for name, placement in self.layout.placements.items() if placement.is_patched)
 
-    def opaque_among(self, names: Sequence[str]) -> dict[str, str]:
-        """Those of `names` that cannot be patched in place here, with the reason."""
-        placements = ((name, self.layout.placements.get(name)) for name in names)
-        return {
-            name: placement.reason or "opaque"
-            for name, placement in placements
-            if placement is not None and not placement.is_patched and placement.replica_of is None
-        }
+    def opaque_among(self, updates: Mapping[str, TensorUpdate]) -> dict[str, str]:
+        """Those of the changed tensors that cannot be patched in place here, with the reason."""
+        found = {}
+        for name, update in updates.items():
+            placement = self.layout.placements.get(name)
+            if placement is None or placement.is_patched:
+                continue
+            owner = updates.get(placement.replica_of or "")
+            if placement.replica_of is None:
+                found[name] = placement.reason or "opaque"
+            elif owner is None or (owner.algorithm, owner.checksum) != (update.algorithm, update.checksum):
+                found[name] = f"`{placement.replica_of}`, which the loader writes to the same bytes, changes otherwise"
+        return found
 
     def prepare(self, updates: Mapping[str, TensorUpdate], file: CompactFile) -> PreparedUpdate:
         """Bring the changed slices to their new state in scratch and compare digests with the published checksums.

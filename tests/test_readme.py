@@ -113,6 +113,10 @@ def test_python_compiles_and_passes_arguments_that_exist(text: str) -> None:
         "Publisher": gpusync.Publisher,
         "publisher.publish": gpusync.Publisher.publish,
         "publisher.publish_full": gpusync.Publisher.publish_full,
+        "gpusync.Mirror": gpusync.Mirror,
+        "mirror.receive": gpusync.Mirror.receive,
+        "mirror.accept": gpusync.Mirror.accept,
+        "mirror.flush": gpusync.Mirror.flush,
     }
     checked = 0
     for call in calls:

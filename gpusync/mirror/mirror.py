@@ -18,7 +18,7 @@ from typing import Literal
 from gpusync.errors import MirrorError, StreamError, VersionMissingError
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
-from gpusync.mirror import state
+from gpusync.mirror import io, state
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
 from gpusync.mirror.lock import local_lock
@@ -93,8 +93,10 @@ class Mirror:
             apart_from={"base directory": self._sources.base_dir, "source directory": self._sources.source_dir},
         )
         self._control = self.path / state.CONTROL_DIRECTORY
-        with local_lock(self._control, timeout_s=lock_timeout):
+        with io.explained("the mirror cannot be opened", self.path), local_lock(self._control, timeout_s=lock_timeout):
             open_local_directory(self.path, workers=self._workers)
+            # an inbox.json that a killed process had renamed and not synced is about to be relied on
+            io.fsync_directory(self._control)
             boxes.sweep(self._control)
             self._session = Session(self._control)
         self._candidates: dict[int, _Candidate] = {}
@@ -114,7 +116,7 @@ class Mirror:
         time. After an error nothing of it is left.
         """
         self._raise_error()
-        with self._receiving:
+        with io.explained("a version cannot be received", self.path), self._receiving:
             return self._receive(version, visibility_timeout)
 
     def accept(self, version: int) -> None:
@@ -124,7 +126,7 @@ class Mirror:
         elsewhere; receive it again then.
         """
         self._raise_error()
-        with self._receiving:
+        with io.explained("a version cannot be accepted", self.path), self._receiving:
             candidate = self._candidates.pop(version, None)
             if candidate is None:
                 raise MirrorError("a version must be received before it is accepted", path=self.path, version=version)
@@ -144,7 +146,7 @@ class Mirror:
 
     def discard(self, version: int) -> None:
         """Drop a candidate; one that is not there is fine. What was accepted stays."""
-        with self._receiving:
+        with io.explained("a candidate cannot be dropped", self.path), self._receiving:
             if self._candidates.pop(version, None) is not None:
                 self._sweep()
 

@@ -80,6 +80,8 @@ def live_sessions(control: Path) -> dict[str, SessionInfo]:
     found: dict[str, SessionInfo] = {}
     directory = control / SESSIONS_DIRECTORY
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.startswith("."):
+            continue  # a session that is being made, and not locked yet
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -89,7 +91,7 @@ def live_sessions(control: Path) -> dict[str, SessionInfo]:
         except BlockingIOError:
             info = _parse(path.name, os.pread(fd, 512, 0))
             if info is not None:
-                found[path.name.lstrip(".")] = info
+                found[path.name] = info
         else:
             path.unlink(missing_ok=True)
         finally:
@@ -106,6 +108,6 @@ def lowest_held(control: Path, *, but: str | None = None) -> SessionInfo | None:
 def _parse(name: str, raw: bytes) -> SessionInfo | None:
     try:
         told = json.loads(raw)
-        return SessionInfo(name=name.lstrip("."), pid=told["pid"], host=told["host"], held=told["held"])
+        return SessionInfo(name=name, pid=told["pid"], host=told["host"], held=told["held"])
     except (ValueError, KeyError, TypeError):
         return None  # being written for the first time: it holds nothing yet

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpusync.mirror import io
-from support.powerloss import PAGE_BYTES, Recorder
+from support.forgetful_disk import PAGE_BYTES
+from support.powerloss import Recorder
 
 Tree = dict[str, bytes]
 OLD, NEW = b"o", b"n"

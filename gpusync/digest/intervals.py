@@ -86,10 +86,7 @@ def restrict(rows: Rows, region: Rows) -> Rows:
     """
     single, wanted = singles_of(rows), singles_of(region)
     starts, stops = single["src_offset"], span_stops(single)
-    low = np.searchsorted(stops, wanted["src_offset"], "right")
-    count = np.maximum(np.searchsorted(starts, span_stops(wanted), "left") - low, 0)
-    i = np.repeat(np.arange(len(wanted)), count)
-    j = low[i] + np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count)
+    i, j = _meeting(starts, stops, wanted["src_offset"], span_stops(wanted))
     first = np.maximum(starts[j], wanted["src_offset"][i])
     nbytes = np.minimum(stops[j], span_stops(wanted)[i]) - first
     return take(single[j], first_row=0, count=1, first_byte=first - starts[j], nbytes=nbytes)
@@ -108,12 +105,37 @@ def packed_in_order(rows: Rows) -> Rows:
     return rows
 
 
+def merged(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """The same numbers as intervals that are sorted and share none."""
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(stops[order])
+    new = np.flatnonzero(np.append(True, starts[1:] > reached[:-1])) if len(starts) else np.zeros(0, np.int64)
+    return starts[new], np.append(reached[new[1:] - 1], reached[-1:])
+
+
+def shared_numbers(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> Ints:
+    """The numbers that lie in both of two series of sorted intervals which share none within a series."""
+    i, j = _meeting(starts, stops, other_starts, other_stops)
+    first, stop = np.maximum(starts[j], other_starts[i]), np.minimum(stops[j], other_stops[i])
+    count = stop - first
+    numbers: Ints = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    return numbers
+
+
 def flat_rows(starts: Any, stops: Any, tensor: int = 0) -> Rows:
     """Intervals of one tensor as segments that name no destination."""
     rows = np.zeros(len(starts), SEGMENT)
     rows["src"], rows["src_offset"], rows["rows"] = tensor, starts, 1
     rows["row_bytes"] = rows["src_stride"] = np.asarray(stops) - np.asarray(starts)
     return rows
+
+
+def _meeting(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> tuple[Ints, Ints]:
+    """All pairs (i, j) where interval i of the other series meets interval j, by i and j. Both sorted, none empty."""
+    low = np.searchsorted(stops, other_starts, "right")
+    count = np.maximum(np.searchsorted(starts, other_stops, "left") - low, 0)
+    i = np.repeat(np.arange(len(count)), count)
+    return i, low[i] + np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count)
 
 
 def _overlap_on_grid(rows: Rows, width: int) -> bool | None:

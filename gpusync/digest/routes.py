@@ -7,6 +7,7 @@ of a block send it their sums.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,13 @@ from gpusync_kernels.xxh3 import BLOCK_BYTES, LANES, STRIPE_BYTES, WORD_BYTES
 MAX_RUNS = 64  # of one tensor: each is a round in which the others wait
 SUMS_ROW_BYTES = LANES * WORD_BYTES
 
-# Host memory per block, beside the sums themselves: what a rank sends it gathers and concatenates; what it receives it
-# keeps and adds from; and every rank knows of every block who takes part.
-_SENT_BYTES = 2 * SUMS_ROW_BYTES + 16
-_RECEIVED_BYTES = 2 * SUMS_ROW_BYTES + 16
-_KNOWN_BYTES = 32
+# Host memory beside the sums themselves: what a rank sends it gathers and concatenates; what it receives it keeps and
+# adds from; and every rank knows of every cut word, and of every row of pieces that lie further apart than blocks.
+_SENT_BYTES = 3 * SUMS_ROW_BYTES
+_RECEIVED_BYTES = 3 * SUMS_ROW_BYTES
 _CUT_WORD_BYTES = 512
+_ROW_APART_BYTES = 128
+_KNOWN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,20 @@ class Runs:
     number: Ints
     next_rank: Ints
 
+    def take(self, some: npt.NDArray[np.bool_]) -> Runs:
+        return Runs(*(getattr(self, name)[some] for name in self.__slots__))
+
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Of tensors alike: runs (first, stop, rank), or none where one owner runs all; blocks [low, high) per rank that
-    it has bytes of; and cut words.
+    it has bytes of; and what every rank has to know, in bytes.
     """
 
     runs: list[tuple[int, int, int]]
     low: Ints
     high: Ints
-    cut_words: int
+    known_bytes: int
 
 
 class Routes:
@@ -99,19 +104,17 @@ class Routes:
         """Windows of tensors in order, so that no rank needs much more than `budget_bytes` for any of them."""
         batch: list[tuple[int, int, int]] = []
         used = np.zeros(self.ranks)
-        for tensor in self.tensors.tolist():
-            end = int(self.blocks[tensor]) + 1
-            step = end
-            if self._worth(tensor, 0, end).max() > budget_bytes:
-                step = max(1, int(budget_bytes / (self._cost[:, tensor].max() + self._known[tensor])))
-            for first in range(0, end, step):
-                stop = min(first + step, end)
-                worth = self._worth(tensor, first, stop)
+        whole = self._worth(self.tensors, np.zeros_like(self.tensors), self.blocks[self.tensors] + 1)
+        for tensor, worth, most in zip(self.tensors.tolist(), whole.T, whole.max(axis=0).tolist(), strict=True):
+            windows = [(0, int(self.blocks[tensor]) + 1, worth)]
+            if most > budget_bytes:
+                windows = self._windows(tensor, budget_bytes)
+            for first, stop, worth in windows:
                 if batch and ((used + worth).max() > budget_bytes or batch[-1][0] == tensor):
                     yield _batch(batch)
                     batch, used = [], np.zeros(self.ranks)
                 batch.append((tensor, first, stop))
-                used = used + worth
+                used += worth
         if batch:
             yield _batch(batch)
 
@@ -134,7 +137,7 @@ class Routes:
         """The tensor's runs; fills in what a block of it costs each rank."""
         end = int(self.blocks[tensor]) + 1
         self.low[:, tensor], self.high[:, tensor] = shape.low, shape.high
-        self._known[tensor] = _KNOWN_BYTES + 2 * self.ranks + _CUT_WORD_BYTES * shape.cut_words / end
+        self._known[tensor] = _KNOWN_BYTES + shape.known_bytes / end
         owners = np.flatnonzero(shape.low < shape.high)
         if shape.runs:
             self._cost[owners, tensor] = SUMS_ROW_BYTES
@@ -147,11 +150,19 @@ class Routes:
         self._cost[rank, tensor] = SUMS_ROW_BYTES + _RECEIVED_BYTES * (len(owners) - 1)
         return [(tensor, 0, end, rank)]
 
-    def _worth(self, tensor: int, first: int, stop: int) -> npt.NDArray[np.float64]:
-        """What blocks [first, stop) of a tensor cost each rank, in bytes."""
-        held = np.minimum(stop, self.high[:, tensor]) - np.maximum(first, self.low[:, tensor])
-        known = (stop - first) * self._known[tensor]
-        worth: npt.NDArray[np.float64] = np.maximum(held, 0) * self._cost[:, tensor] + known
+    def _windows(self, tensor: int, budget_bytes: int) -> list[tuple[int, int, npt.NDArray[np.float64]]]:
+        """Blocks [first, stop) of a tensor that does not fit, and what they cost each rank."""
+        end = int(self.blocks[tensor]) + 1
+        step = max(1, int(budget_bytes / (self._cost[:, tensor].max() + self._known[tensor])))
+        edges = [*range(0, end, step), end]
+        one = np.array([tensor])
+        return [(a, b, self._worth(one, np.array([a]), np.array([b]))[:, 0]) for a, b in itertools.pairwise(edges)]
+
+    def _worth(self, tensors: Ints, first: Ints, stop: Ints) -> npt.NDArray[np.float64]:
+        """[ranks, tensors]: what blocks [first, stop) of each cost each rank, in bytes."""
+        held = np.minimum(stop, self.high[:, tensors]) - np.maximum(first, self.low[:, tensors])
+        known = (stop - first) * self._known[tensors]
+        worth: npt.NDArray[np.float64] = np.maximum(held, 0) * self._cost[:, tensors] + known
         return worth
 
 
@@ -163,9 +174,9 @@ def summed_bytes(nbytes: Ints) -> Ints:
 def _shape(ranks: Sequence[Rows], nbytes: int) -> _Shape:
     low = np.array([rows["src_offset"].min() // BLOCK_BYTES if len(rows) else 0 for rows in ranks], np.int64)
     high = np.array([-(-span_stops(rows).max() // BLOCK_BYTES) if len(rows) else 0 for rows in ranks], np.int64)
-    # sums of the last block may be there without a whole word, the last stripe aside
-    cut = sum(len(cut_words(rows)) for rows in ranks)
-    return _Shape(_runs(ranks, nbytes), low, high, cut)
+    words = sum(len(cut_words(rows)) for rows in ranks)
+    apart = sum(int(rows["rows"][rows["src_stride"] > BLOCK_BYTES].sum()) for rows in ranks)
+    return _Shape(_runs(ranks, nbytes), low, high, _CUT_WORD_BYTES * words + _ROW_APART_BYTES * apart)
 
 
 def _runs(ranks: Sequence[Rows], nbytes: int) -> list[tuple[int, int, int]]:

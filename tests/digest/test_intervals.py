@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusync.digest import intervals
-from gpusync.digest.intervals import ByTensor, flat_rows, is_exact_cover, overlaps, packed_in_order, restrict
+from gpusync.digest.intervals import (
+    ByTensor,
+    flat_rows,
+    is_exact_cover,
+    merged,
+    overlaps,
+    packed_in_order,
+    restrict,
+    shared_numbers,
+)
 from gpusync_kernels.segments import Rows, SegmentTable
 
 
@@ -111,3 +120,19 @@ def test_segments_of_some_tensors():
     found = table_.of(np.array([2, 1, 3]))
     assert found["src"].tolist() == [0, 0, 2, 2]
     assert found["src_offset"].tolist() == [0, 5, 0, 5]
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)
+
+
+def numbers_of(starts, stops) -> list[int]:
+    return [number for start, stop in zip(starts, stops, strict=True) for number in range(start, stop)]
+
+
+@given(first=spans, second=spans)
+def test_merged_intervals_and_the_numbers_that_two_series_share(first, second):
+    series = [merged(*np.array(each, np.int64).reshape(-1, 2).T) for each in (first, second)]
+    wanted = [{number for start, stop in each for number in range(start, stop)} for each in (first, second)]
+    for (starts, stops), numbers in zip(series, wanted, strict=True):
+        assert numbers_of(starts, stops) == sorted(numbers)
+    assert shared_numbers(*series[0], *series[1]).tolist() == sorted(wanted[0] & wanted[1])

@@ -115,6 +115,11 @@ def test_predictions_are_read_from_the_table_that_has_them(gpu_check):
     assert gpu_check.read_predictions("") == {}
 
 
+def test_every_operation_with_a_target_has_a_prediction(gpu_check):
+    predictions = gpu_check.read_predictions(gpu_check.PREDICTIONS.read_text())
+    assert {gpu_check.CALLED.get(operation, operation) for operation in gpu_check.TARGETS} <= set(predictions)
+
+
 def test_no_test_at_all_and_no_report_are_failures(gpu_check, tmp_path):
     report = tmp_path / "report.xml"
     assert not gpu_check.read_counts(report, "broken", failed=True).fine

@@ -49,9 +49,10 @@ HOMES = {
 # Engines are imported when an adapter is called, never when its module is.
 ONLY_IN_FUNCTIONS = {"sglang", "vllm"}
 # These run with numpy alone.
-WITHOUT_TORCH = {"errors", "hooks", "report", "progress", "digest", "stream", "plan", "mirror", "disk", "demo", "cli"}
-# Host codecs too; and a publisher takes numpy arrays, so torch waits until it is given a tensor or a group.
-TORCH_ONLY_IN_FUNCTIONS = {"codec", "publish", "gpusync"}
+WITHOUT_TORCH = {"errors", "hooks", "report", "progress", "stream", "plan", "mirror", "disk", "demo", "cli"}
+# Host codecs too; a publisher takes numpy arrays and a digest pieces of them, so torch waits until they are given a
+# tensor or a group.
+TORCH_ONLY_IN_FUNCTIONS = {"codec", "digest", "publish", "gpusync"}
 
 
 @dataclass(frozen=True)

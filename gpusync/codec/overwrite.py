@@ -7,11 +7,13 @@ do not fit: the encoder refuses it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import zstandard
 
 from gpusync.codec.frames import read_frame_info
-from gpusync.codec.overwrite_runs import U32, open_runs
+from gpusync.codec.overwrite_runs import U32, Run, open_runs
 from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.codec.windows import WINDOW_BYTES, WindowOrder, Windows, paired_windows, pieces, total_bytes
 from gpusync.errors import NOWHERE, PayloadError, UnsupportedFormatError, Where
@@ -36,6 +38,10 @@ class OverwriteDecoder:
         self._order.advance(window, offset)
         for piece, start in pieces(window, offset):
             self._apply_piece(piece, start)
+
+    def runs(self) -> Iterator[Run]:
+        """The changes themselves, (positions, values), ascending; instead of `apply` and `finish`, to the end."""
+        return self._runs
 
     def finish(self) -> None:
         self._order.finish()

@@ -102,7 +102,7 @@ def apply_change(change: TensorChange, *, base: ByteSource, sources: OpenFiles, 
             payload = stack.enter_context(delta.version.open_payload(tensor.name, sources))
             decoders.append(
                 open_delta(
-                    _checked_payload(payload, delta),
+                    checked_payload(payload, delta),
                     encoding=str(delta.version.index.delta_encoding),
                     nbytes=tensor.nbytes,
                     element_bytes=element_bytes(tensor.dtype),
@@ -124,7 +124,7 @@ def apply_change(change: TensorChange, *, base: ByteSource, sources: OpenFiles, 
     return found
 
 
-def _checked_payload(payload: ByteSource, delta: Delta) -> ByteSource:
+def checked_payload(payload: ByteSource, delta: Delta) -> ByteSource:
     """The payload, in memory when it is small, after its own checksum (if published) has been compared."""
     if payload.nbytes <= PAYLOAD_IN_MEMORY_BYTES:
         data = np.empty(payload.nbytes, np.uint8)

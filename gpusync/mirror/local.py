@@ -115,6 +115,15 @@ def examine_local_directory(path: Path, *, known: MirrorState | None, workers: i
     return LocalDirectory(path=path, state=known, checkpoint=checkpoint, distrust=problem, is_ours=is_ours)
 
 
+def read_local_version(path: Path) -> tuple[Applied, Checkpoint] | None:
+    """What the tensor files hold and where it came from, for one who only reads; None when that is not known now."""
+    known = state.read_state(path / state.CONTROL_DIRECTORY)
+    checkpoint, problem = _read_checkpoint(path)
+    if known is None or checkpoint is None or problem is not None:
+        return None
+    return Applied(version=known.version, stream_id=known.stream_id, digests=dict(known.index_digests)), checkpoint
+
+
 def find_own_fault(local: LocalDirectory, error: DigestMismatchError) -> str | None:
     """After a digest mismatch: the damage of the local tensor, if it was that and not the stream that is wrong."""
     checkpoint, tensor = local.checkpoint, error.tensor

@@ -140,6 +140,10 @@ class Mirror:
                 self._sweep()
         self._wake.set()
 
+    def has_candidate(self, version: int) -> bool:
+        """Whether `version` was received here and waits for `accept` or `discard`."""
+        return version in self._candidates
+
     def discard(self, version: int) -> None:
         """Drop a candidate; one that is not there is fine. What was accepted stays."""
         with io.explained("a candidate cannot be dropped", self.path), self._receiving:

@@ -1,0 +1,180 @@
+"""One rank's live weights: after a commit they are what a fresh load would give, after a roll-back what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpusync.codec import MemoryPayload, encode_gf01, encode_overwrite, encode_xor, open_delta
+from gpusync.digest import digest_of
+from gpusync.errors import DigestMismatchError, Where
+from gpusync.layout import attach, named_tensors, trace
+from gpusync.store.casts import CastStore
+from gpusync.store.compact import CompactFile, CompactWriter
+from gpusync.store.memory import HostMemory
+from gpusync.store.rank import RankStore, TensorUpdate
+from gpusync.stream import element_bytes, is_float_order
+from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
+from support.models_apply import assert_same
+from support.models_layers import Ranks
+
+ALONE = Ranks()
+FORMS = ["xor", "overwrite", "gf01 xor", "gf01 planes", "gf01 full"]
+
+
+def changed(state: Mapping[str, torch.Tensor], seed: int, *, share: float = 0.05) -> dict[str, torch.Tensor]:
+    """The next state: a share of the elements of every tensor moves by a few units in the last place."""
+    rng = np.random.default_rng(seed)
+    after = {}
+    for name, tensor in state.items():
+        data = tensor_bytes(tensor).view(f"u{tensor.element_size()}")
+        if data.size:
+            at = np.unique(rng.integers(0, data.size, max(1, int(data.size * share))))
+            data[at] ^= rng.integers(1, 4, at.size).astype(data.dtype)
+        after[name] = torch.from_numpy(data.view(np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+    return after
+
+
+def encode(form: str, old: np.ndarray, new: np.ndarray, dtype: str) -> bytes | None:
+    if form == "xor":
+        return encode_xor(old, new)
+    if form == "overwrite":
+        return encode_overwrite(old, new)
+    transform = {"gf01 xor": 0, "gf01 planes": 2, "gf01 full": 3}[form]
+    return encode_gf01(
+        old if transform == 0 else None,
+        new,
+        transform=transform,
+        element_bytes=element_bytes(dtype),
+        float_order=is_float_order(dtype),
+    )
+
+
+class Rank:
+    """A serving rank of the tiny model, and the chain it is brought along."""
+
+    def __init__(self, config: ModelConfig, state: Mapping[str, torch.Tensor], **options: int) -> None:
+        self.config, self.state = config, dict(state)
+        self.specs = specs_of(self.state)
+        twin = TinyModel(config, ALONE)
+        layout = trace(twin, twin.load_weights, self.specs)
+        self.model = fresh_load(config, ALONE, self.state)
+        self.params = named_tensors(self.model)
+        layout, demotions = attach(layout, self.params)
+        assert demotions == []
+        memory = HostMemory()
+        casts = CastStore(layout, self.params, memory=memory)
+        casts.fill(reader_of(self.state))
+        self.store = RankStore(layout, self.params, memory=memory, casts=casts, **options)
+
+    def update(self, path: Path, chain: list[tuple[str, dict[str, torch.Tensor]]], **wrong: str) -> tuple:
+        """The chain's steps of every tensor, decoded into a compact file."""
+        writer = CompactWriter(path)
+        updates, before = {}, self.state
+        for form, after in chain:
+            for name, spec in self.specs.items():
+                old, new = tensor_bytes(before[name]), tensor_bytes(after[name])
+                payload = encode(form, old, new, spec.dtype)
+                if payload is None or np.array_equal(old, new):
+                    continue
+                decoder = open_delta(
+                    MemoryPayload(payload),
+                    encoding=form.split()[0].replace("gf01", "gpusync"),
+                    nbytes=spec.nbytes,
+                    element_bytes=element_bytes(spec.dtype),
+                    float_order=is_float_order(spec.dtype),
+                )
+                step = writer.add(decoder, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
+                earlier = updates[name].steps if name in updates else ()
+                updates[name] = TensorUpdate(
+                    nbytes=spec.nbytes,
+                    steps=(*earlier, step),
+                    algorithm="xxh3-128",
+                    checksum=wrong.get(name.replace(".", "_"), digest_of("xxh3-128", new)),
+                    where=Where(tensor=name, version=1),
+                )
+            before = after
+        writer.close()
+        return updates, CompactFile(path)
+
+    def live(self) -> dict[str, bytes]:
+        return {name: tensor_bytes(tensor).tobytes() for name, tensor in self.params.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_commit_equals_a_fresh_load_and_roll_back_the_old_one(tmp_path: Path, form: str, tied: bool) -> None:
+    config = ModelConfig(tied=tied)
+    state = make_state(config)
+    after = changed(state, 1)
+    if tied:
+        after["lm_head.weight"] = after["embed.weight"]
+    rank = Rank(config, state)
+    addresses = {name: tensor.data_ptr() for name, tensor in rank.params.items()}
+    before = rank.live()
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [(form, after)]))
+    assert rank.live() == before
+    rank.store.commit(prepared)
+    assert rank.store.verify(prepared) is None
+    rank.model.post_load()
+    assert_same(rank.model, fresh_load(config, ALONE, after))
+    rank.store.roll_back(prepared)
+    assert rank.live() == before
+    assert {name: tensor.data_ptr() for name, tensor in rank.params.items()} == addresses
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 500, 1 << 30])
+def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int) -> None:
+    config = ModelConfig()
+    state = make_state(config)
+    chain, at = [], state
+    for number, form in enumerate([*FORMS, "xor", "overwrite"]):
+        at = changed(at, number)
+        chain.append((form, at))
+    rank = Rank(config, state, staging_bytes=staging_bytes)
+    before = rank.live()
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain))
+    rank.store.commit(prepared)
+    assert rank.store.verify(prepared) is None
+    rank.model.post_load()
+    assert_same(rank.model, fresh_load(config, ALONE, at))
+    rank.store.roll_back(prepared)
+    assert rank.live() == before
+
+
+def test_one_commit_after_another(tmp_path: Path) -> None:
+    config = ModelConfig()
+    rank = Rank(config, make_state(config))
+    for number, form in enumerate(FORMS):
+        after = changed(rank.state, number)
+        prepared = rank.store.prepare(*rank.update(tmp_path / form, [(form, after)]))
+        rank.store.commit(prepared)
+        assert rank.store.verify(prepared) is None
+        rank.state = after
+    rank.model.post_load()
+    assert_same(rank.model, fresh_load(config, ALONE, rank.state))
+
+
+@pytest.mark.parametrize("name", ["proj_weight", "layers_1_router_bias_weight", "layers_0_cache_scale_weight"])
+def test_a_wrong_checksum_changes_nothing(tmp_path: Path, name: str) -> None:
+    config = ModelConfig()
+    rank = Rank(config, make_state(config))
+    before = rank.live()
+    updates = rank.update(tmp_path / "compact", [("xor", changed(rank.state, 1))], **{name: "0" * 32})
+    with pytest.raises(DigestMismatchError) as caught:
+        rank.store.prepare(*updates)
+    assert str(caught.value.tensor).replace(".", "_") == name
+    assert rank.live() == before
+
+
+def test_a_bit_that_flips_live_after_prepare_is_seen_by_verify(tmp_path: Path) -> None:
+    config = ModelConfig()
+    rank = Rank(config, make_state(config))
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [("xor", changed(rank.state, 1))]))
+    rank.params["proj.weight"].view(torch.int16)[0, 0] ^= 1
+    rank.store.commit(prepared)
+    assert rank.store.verify(prepared) == "proj.weight"

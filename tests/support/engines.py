@@ -1,0 +1,107 @@
+"""A tiny engine over several gloo ranks: each serves its slices of the model of `models.py`, and follows a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gpusync.layout import DerivedRegistry
+from gpusync.sync import WeightSync
+from support.checkpoints import State, Tensor, read_state, write_checkpoint
+from support.models import ModelConfig, TinyModel, fresh_load, make_state, specs_of, tensor_bytes
+from support.models_apply import assert_same
+from support.models_layers import Mla, Ranks
+from support.slime import publish_delta
+
+Tensors = dict[str, torch.Tensor]
+
+
+def derived() -> DerivedRegistry:
+    registry = DerivedRegistry()
+    registry.register(Mla, lambda module: module.derive())
+    return registry
+
+
+def as_state(tensors: Mapping[str, torch.Tensor]) -> State:
+    return {
+        name: Tensor(spec.dtype, spec.shape, tensor_bytes(tensors[name])) for name, spec in specs_of(tensors).items()
+    }
+
+
+def as_tensors(state: State, like: Mapping[str, torch.Tensor]) -> Tensors:
+    return {
+        name: torch.tensor(list(each.data), dtype=torch.uint8).view(like[name].dtype).reshape(like[name].shape)
+        for name, each in state.items()
+    }
+
+
+def step(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
+    """The next state: a few elements of every tensor move by units in the last place."""
+    rng = np.random.default_rng(seed)
+    after = {}
+    for name, tensor in tensors.items():
+        data = tensor_bytes(tensor).view(f"u{tensor.element_size()}")
+        if data.size:
+            at = np.unique(rng.integers(0, data.size, max(1, data.size // 20)))
+            data[at] ^= rng.integers(1, 4, at.size).astype(data.dtype)
+        after[name] = torch.from_numpy(data.view(np.uint8)).view(tensor.dtype).reshape(tensor.shape)
+    return after
+
+
+def publish_history(root: Path, config: ModelConfig, versions: int) -> list[Tensors]:
+    """A base and `versions` deltas under `root`; the states of 0..versions, the same wherever they are made."""
+    states = [make_state(config)]
+    write_checkpoint(root / "base", as_state(states[0]))
+    (root / "stream").mkdir()
+    for version in range(1, versions + 1):
+        states.append(step(states[-1], version))
+        old, new = as_state(states[-2]), as_state(states[-1])
+        publish_delta(root / "stream", version, old, new, encoding=("xor", "overwrite")[version % 2], shards=2)
+    return states
+
+
+def history(config: ModelConfig, versions: int) -> list[Tensors]:
+    states = [make_state(config)]
+    for version in range(1, versions + 1):
+        states.append(step(states[-1], version))
+    return states
+
+
+class EngineRank:
+    """One rank. `host` names the local directory: ranks with the same one are on one host."""
+
+    def __init__(self, root: Path, config: ModelConfig, *, host: str = "local", version: int = 0) -> None:
+        self.config, self.root, self.host = config, root, host
+        self.states = history(config, 4)
+        self.ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        self.model = fresh_load(config, self.ranks, self.states[version])
+        twin = TinyModel(config, self.ranks)
+        self.sync = WeightSync(
+            self.model,
+            load_weights=twin.load_weights,
+            twin=twin,
+            reload=self.reload,
+            base_dir=root / "base",
+            local_checkpoint_dir=root / host,
+            source_dir=root / "stream",
+            group=dist.group.WORLD,
+            derived=derived(),
+            timeout=60,
+            workers=1,
+        )
+
+    def reload(self, directory: Path) -> None:
+        with torch.no_grad():
+            self.model.load_weights(as_tensors(read_state(directory), self.states[0]).items())
+            self.model.post_load()
+
+    def assert_live(self, version: int) -> None:
+        assert_same(self.model, fresh_load(self.config, self.ranks, self.states[version]))
+        assert self.sync.version == version
+
+    def addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.model.named_parameters()}

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import gpusync_kernels as k
 import numpy as np
+
+import gpusync_kernels as k
 
 RANK_BYTES = 60e9
 COPY_BYTES_PER_S = 4.3e12  # H200, read and written, measured elsewhere

@@ -1,6 +1,7 @@
 """Verified weight synchronisation from RL trainers to LLM inference engines.
 
-`pull` brings a host-local checkpoint to a published version, `Mirror` does so behind; `Publisher` publishes versions.
+`Publisher` publishes versions. `pull` brings a host-local checkpoint to one, `Mirror` does so behind; `WeightSync` brings
+the live weights of a rank to one, in place.
 What only one of them needs is imported when it is first asked for.
 """
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gpusync.mirror.mirror import Mirror
     from gpusync.publish import CheckpointTensors, Publisher, PublishReport, StoredBytes
     from gpusync.report import PullReport
+    from gpusync.sync import WeightSync
 
 __all__ = [
     "CheckpointTensors",
@@ -25,6 +27,7 @@ __all__ = [
     "Publisher",
     "PullReport",
     "StoredBytes",
+    "WeightSync",
     "pull",
 ]
 
@@ -35,6 +38,7 @@ _HOMES = {
     "Publisher": "gpusync.publish",
     "PullReport": "gpusync.report",
     "StoredBytes": "gpusync.publish",
+    "WeightSync": "gpusync.sync",
     "pull": "gpusync.disk",
 }
 

@@ -29,7 +29,7 @@ ROWS = [
     ["stream", "codec", "digest", "hooks", "metrics", "report", "progress"],
     ["errors"],
 ]
-PEERS = {("stream", "digest"), ("sync", "disk")}
+PEERS = {("stream", "digest"), ("sync", "disk"), ("store", "mirror")}
 # Pure: they look at what they are given and read nothing.
 ONLY_ERRORS = {"plan", "hooks", "report", "progress", "codec", "digest"}
 

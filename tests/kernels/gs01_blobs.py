@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+
 from gpusync_kernels.word_order import from_order, to_order
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

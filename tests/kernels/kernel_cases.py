@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
+
 from gpusync_kernels import SegmentTable
 from gpusync_kernels.segments import SEGMENT
-from hypothesis import strategies as st
 
 POISON = 0xA5
 

@@ -8,6 +8,10 @@ import zlib
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import assert_same_bytes, random_bytes
+
 from gpusync_kernels import (
     Links,
     SegmentTable,
@@ -30,9 +34,6 @@ from gpusync_kernels import (
 from gpusync_kernels.segments import SEGMENT
 from gpusync_kernels.sums import BoundSums
 from gpusync_kernels.xxh3 import BLOCK_BYTES, START, STRIPE_KEYS
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, random_bytes
 
 SIZES = (*range(241, 300), 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 5000, 262_144, 262_145, 300_007)
 

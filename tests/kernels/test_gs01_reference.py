@@ -7,6 +7,11 @@ import struct
 
 import numpy as np
 import pytest
+from gs01_blobs import changed_words, encode_blob
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import assert_same_bytes, poisoned
+
 from gpusync_kernels import (
     Payload,
     SegmentTable,
@@ -21,10 +26,6 @@ from gpusync_kernels import (
 from gpusync_kernels.gs01 import unpack_fields
 from gpusync_kernels.sparse import step_of
 from gpusync_kernels.word_order import from_order, to_order
-from gs01_blobs import changed_words, encode_blob
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, poisoned
 
 
 @st.composite

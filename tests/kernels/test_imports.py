@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpusync_kernels
 import pytest
+
+import gpusync_kernels
 
 PACKAGE = Path(gpusync_kernels.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import gpusync_kernels
 import numpy as np
+
+import gpusync_kernels
 
 PACKAGE = Path(gpusync_kernels.__file__).parent
 TEXT = (PACKAGE.parent / "README.md").read_text()

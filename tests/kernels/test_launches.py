@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gs01_blobs import encode_blob
+
 from gpusync_kernels import (
     Change,
     Payload,
@@ -38,7 +40,6 @@ from gpusync_kernels import (
     xor_segments,
     xor_words,
 )
-from gs01_blobs import encode_blob
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import assert_same_bytes, brute_pairs, extent, flat_cases, poisoned, random_bytes, strided_cases
+
 from gpusync_kernels import (
     Change,
     Planes,
@@ -27,9 +31,6 @@ from gpusync_kernels import (
     xor_words,
 )
 from gpusync_kernels.cast import FORMATS, narrow, widen
-from hypothesis import given
-from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, brute_pairs, extent, flat_cases, poisoned, random_bytes, strided_cases
 
 
 def as_torch(array):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import brute_pairs, flat_cases, strided_cases, tables
+
 from gpusync_kernels import SegmentTable, bind_moves
 from gpusync_kernels.segments import (
     SEGMENT,
@@ -15,9 +19,6 @@ from gpusync_kernels.segments import (
     split_rows,
 )
 from gpusync_kernels.tiling import MAX_PROGRAMS, UNITS, map_programs, move_launch, split_by_unit
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import brute_pairs, flat_cases, strided_cases, tables
 
 
 def pairs(*parts) -> list[tuple[int, int, int, int]]:

@@ -85,6 +85,7 @@ def test_numpy_arrays_of_any_layout(dtype):
 
 def test_numpy_arrays_of_ml_dtypes():
     import ml_dtypes
+
     raw = np.arange(12, dtype=np.uint8)
     assert described(raw.view(ml_dtypes.bfloat16).reshape(2, 3)) == ("BF16", (2, 3), raw.tobytes())
     assert described(raw.view(ml_dtypes.float8_e4m3fn)) == ("F8_E4M3", (12,), raw.tobytes())

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gs01_blobs import changed_words, encode_blob
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_cases import assert_same_bytes, extent, random_bytes, tables
+
 from gpusync_kernels import (
     Change,
     Payload,
@@ -22,10 +27,6 @@ from gpusync_kernels import (
     sparse_apply,
     xor_segments,
 )
-from gs01_blobs import changed_words, encode_blob
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, extent, random_bytes, tables
 
 pytestmark = pytest.mark.gpu
 

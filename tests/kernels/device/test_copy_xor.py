@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpusync_kernels import SegmentTable, bind_moves, copy_segments, xor_segments
 from kernel_cases import assert_same_bytes, extent, flat_cases, random_bytes, strided_cases
+
+from gpusync_kernels import SegmentTable, bind_moves, copy_segments, xor_segments
 
 pytestmark = pytest.mark.gpu
 

@@ -8,6 +8,8 @@ import zlib
 import numpy as np
 import pytest
 import xxhash
+from kernel_cases import assert_same_bytes, random_bytes
+
 from gpusync_kernels import (
     Links,
     SegmentTable,
@@ -25,7 +27,6 @@ from gpusync_kernels import (
     xor_block_sums,
 )
 from gpusync_kernels.xxh3 import START
-from kernel_cases import assert_same_bytes, random_bytes
 
 pytestmark = pytest.mark.gpu
 

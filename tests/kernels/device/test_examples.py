@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gs01_blobs import encode_blob, encode_twice
+
 from gpusync_kernels import (
     Change,
     Payload,
@@ -31,7 +33,6 @@ from gpusync_kernels import (
 )
 from gpusync_kernels.sums import add_cut_words
 from gpusync_kernels.xxh3 import STRIPE_KEYS
-from gs01_blobs import encode_blob, encode_twice
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_cases import assert_same_bytes, poisoned, random_bytes
+
 from gpusync_kernels import (
     Change,
     SegmentTable,
@@ -13,7 +15,6 @@ from gpusync_kernels import (
     restore_old_words,
     xor_words,
 )
-from kernel_cases import assert_same_bytes, poisoned, random_bytes
 
 pytestmark = pytest.mark.gpu
 

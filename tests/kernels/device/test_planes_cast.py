@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_cases import assert_same_bytes, poisoned, random_bytes
+
 from gpusync_kernels import (
     Planes,
     SegmentTable,
@@ -18,7 +20,6 @@ from gpusync_kernels import (
     write_full_planes,
 )
 from gpusync_kernels.cast import FORMATS, TARGETS
-from kernel_cases import assert_same_bytes, poisoned, random_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpusync_kernels import Payload, SegmentTable, bind_sparse, parse_blob, sparse_apply, sparse_check, sparse_revert
 from gs01_blobs import changed_words, encode_blob, encode_twice
 from kernel_cases import assert_same_bytes, poisoned
+
+from gpusync_kernels import Payload, SegmentTable, bind_sparse, parse_blob, sparse_apply, sparse_check, sparse_revert
 
 pytestmark = pytest.mark.gpu
 

@@ -35,6 +35,14 @@ def test_every_sync_goes_through_every_encoding_and_the_table_says_what_it_cost(
     assert len({row.elements_changed for row in result.rows}) == 3, "encodings of one step disagree on what changed"
     assert "bit for bit" in out.getvalue()
     assert f"{result.rows[0].wire_bytes:,}" in out.getvalue()
+    wire = {name: sum(row.wire_bytes for row in result.rows if row.encoding == name) for name in run_module.ENCODINGS}
+    best = min(wire, key=wire.__getitem__)
+    saved, when = out.getvalue().partition("Saved: ")[2].split("\n", 1)
+    saved = " ".join((saved + " " + when.partition("That shows")[0]).split())
+    share = wire[best] / (3 * result.checkpoint_bytes)
+    assert saved.startswith(f"{best} put {wire[best] / 1e6:,.1f} MB on the wire in 3 syncs")
+    assert saved.endswith(f"{share:.1%} of the bytes.")
+    assert "once the bytes cross a network" in " ".join(when.split())
     assert json.loads(result.as_json())["rows"][0]["encoding"] == "xor"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import blake3
 import numpy as np
@@ -26,7 +27,6 @@ from gpusync.digest.replicas import (
 from gpusync.digest.routes import Routes
 from gpusync.digest.shards import Shards, published
 from gpusync.errors import LayoutError, PeerFailedError
-from gpusync_kernels.buffers import byte_view, device_of
 from gpusync_kernels.segments import SEGMENT, Rows, SegmentTable
 from gpusync_kernels.xxh3 import SHORT_BYTES
 
@@ -43,7 +43,8 @@ def digest_program(make: Callable[[], Shards], seat: Seat) -> Program[list[str]]
     """The checksums of all tensors. Raises as `sharded_digests` says; what `make` raises, the others learn."""
     shards = seat.attempts.run(make, lambda: _NO_SHARDS)
     layers = seat.attempts.run(shards.layers, lambda: [_NO_SHARDS.table.rows])
-    told = yield to_all("ownership", _told(seat, _ownership_message(shards, layers)), seat.ranks)
+    message = seat.attempts.run(partial(_ownership_message, shards, layers), bytes)
+    told = yield to_all("ownership", _told(seat, message), seat.ranks)
     ownership = Ownership(_read_ownership(_checked(told, seat)), shards.nbytes, shards.names)
     part = _Part(shards, layers, ownership, seat)
     finished = yield from part.finish_shared()
@@ -62,8 +63,7 @@ class _Part:
     def __init__(self, shards: Shards, layers: Sequence[Rows], ownership: Ownership, seat: Seat) -> None:
         self.seat, self.ownership = seat, ownership
         self.algorithms, self.nbytes = shards.algorithms, shards.nbytes
-        on_host = device_of(shards.buffers) is None
-        self.buffers = tuple(map(byte_view, shards.buffers)) if on_host else shards.buffers
+        self.buffers = shards.buffers
         mine = [number for number, holder in enumerate(ownership.holders) if holder[0] == seat.rank]
         self.layers = {h: ByTensor(rows, len(self.nbytes)) for h, rows in zip(mine, layers, strict=True)}
         self.copies = OwnCopies(ownership, self.layers, self.buffers)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpusync.digest.algorithms import new_digest
 from gpusync.digest.intervals import Ints, by_position, overlaps, singles_of, span_stops
-from gpusync.errors import LayoutError, Where
+from gpusync.errors import NOWHERE, LayoutError, Where
 from gpusync_kernels.buffers import Buffer, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows, row_extent
 
@@ -39,7 +39,8 @@ class Shards:
     """The same for many tensors as one segment table: destination = `buffers`, source t = tensor t as published.
 
     Nothing is copied: the buffers have to stay, and stay unchanged, until the digests are made.
-    Raises `UnsupportedFormatError` for an unknown algorithm, `LayoutError` where a segment leaves its tensor or buffer.
+    Raises `UnsupportedFormatError` for an unknown algorithm; `LayoutError` where a segment leaves its tensor or buffer,
+    and where buffers are not contiguous or do not lie together.
     """
 
     names: tuple[str, ...]
@@ -53,13 +54,14 @@ class Shards:
             new_digest(algorithm, where=Where(tensor=self.names[self.algorithms.index(algorithm)]))
         if len(self.nbytes) != len(self.names) or (self.nbytes < 0).any():
             raise LayoutError("tensors have no sizes", expected=f"{len(self.names)}, none negative", found=self.nbytes)
+        object.__setattr__(self, "buffers", _bytes_of(self.buffers))
         rows = self.table.rows
         self._check_side("src", rows, self.nbytes, "tensors")
         self._check_side("dst", rows, sizes_of(self.buffers), "buffers")
 
     @classmethod
     def of(cls, tensors: Sequence[ShardedTensor]) -> Shards:
-        """One segment per piece. Raises as the class does, and where buffers are not contiguous or lie apart."""
+        """One segment per piece. Raises as the class does."""
         columns: list[tuple[int, int, int]] = []
         buffers: list[Buffer] = []
         for number, tensor in enumerate(tensors):
@@ -74,13 +76,10 @@ class Shards:
                         expected=f"bytes within [0, {size})",
                         found=f"[{start}, {start + nbytes})",
                     )
+                _check_contiguous(buffer, where)
                 columns.append((number, start, nbytes))
-                buffers.append(_bytes_of(buffer, where))
+                buffers.append(buffer)
         src, offsets, sizes = np.array(columns, np.int64).reshape(-1, 3).T
-        try:
-            device_of(buffers)
-        except ValueError as error:
-            raise LayoutError(f"pieces cannot be digested together: {error}") from error
         return cls(
             names=tuple(tensor.name for tensor in tensors),
             algorithms=tuple(tensor.algorithm for tensor in tensors),
@@ -154,12 +153,21 @@ def _size_of(tensor: ShardedTensor) -> int:
     return size
 
 
-def _bytes_of(buffer: Buffer, where: Where) -> Buffer:
-    """Host memory as numpy bytes; a tensor on a device as it is."""
+def _bytes_of(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """Host memory as numpy bytes; tensors on a device as they are."""
+    for buffer in buffers:
+        _check_contiguous(buffer, NOWHERE)
+    try:
+        device = device_of(buffers)
+    except ValueError as error:
+        raise LayoutError(f"pieces cannot be digested together: {error}") from error
+    return tuple(map(byte_view, buffers)) if device is None else tuple(buffers)
+
+
+def _check_contiguous(buffer: Buffer, where: Where) -> None:
     contiguous = buffer.flags.c_contiguous if isinstance(buffer, np.ndarray) else buffer.is_contiguous()
     if not contiguous:
         raise LayoutError("a piece is not contiguous", where=where, found=f"shape {tuple(buffer.shape)}")
-    return byte_view(buffer) if device_of([buffer]) is None else buffer
 
 
 def _interleaved(rows: Rows) -> list[int]:

@@ -235,6 +235,23 @@ def test_many_tensors_from_one_table_without_a_group():
     assert sharded_digests([], None).digests == ()
 
 
+def test_names_that_cannot_be_told_are_an_error_and_not_a_hang():
+    shards = Shards.of([ShardedTensor(name=b"w", algorithm="blake3", nbytes=1, pieces=[(0, np.zeros(1, np.uint8))])])
+    with pytest.raises(TypeError):
+        sharded_digests(shards, None)
+
+
+def test_buffers_of_a_table_have_to_be_contiguous():
+    with pytest.raises(LayoutError, match="not contiguous"):
+        Shards(
+            names=("w",),
+            algorithms=("blake3",),
+            nbytes=np.array([4]),
+            table=SegmentTable.flat(nbytes=4),
+            buffers=(np.zeros((4, 4), np.uint8)[:, :2],),
+        )
+
+
 def test_a_table_that_leaves_its_buffers_or_tensors_is_refused():
     for columns_, text in (
         ({"src": 1, "nbytes": 5}, "more tensors than there are"),

@@ -37,7 +37,6 @@ for command in (
     doctor_command,
 ):
     cli.add_command(command)
-publish_command.short_help = "Publish a checkpoint as one version of a stream."
 
 
 def run(arguments: Sequence[str]) -> int:

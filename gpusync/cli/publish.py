@@ -19,7 +19,7 @@ from gpusync.stream import read_index, version_path
 DIRECTORY = click.Path(path_type=Path)
 
 
-@click.command("publish")
+@click.command("publish", short_help="Publish a checkpoint as one version of a stream.")
 @click.option("--source-dir", type=DIRECTORY, required=True, help="The stream to publish into; made when missing.")
 @click.option("--base", type=DIRECTORY, help="The checkpoint that readers hold now: the newest version's state.")
 @click.option(
@@ -34,9 +34,14 @@ DIRECTORY = click.Path(path_type=Path)
     is_flag=True,
     help="Publish all of NEW with its side files, a new start for chains; without --base, NEW has to be complete.",
 )
-@click.option("--encoding", type=click.Choice(ENCODINGS), default="xor", show_default=True)
-@click.option("--checksum", type=click.Choice(ALGORITHMS), default="xxh3-128", show_default=True)
-@click.option("--post-write-hook", help="Import path of hook(version_dir), run after the shards and after the index.")
+@click.option(
+    "--encoding", type=click.Choice(ENCODINGS), default="xor", show_default=True, help="slime reads xor and overwrite."
+)
+@click.option("--checksum", type=click.Choice(ALGORITHMS), default="xxh3-128", show_default=True, help="Of new states.")
+@click.option(
+    "--post-write-hook",
+    help="hook(version_dir), as pkg.mod.fn or pkg.mod:fn; runs after the shards and after the index.",
+)
 @json_option
 def publish_command(
     source_dir: Path,

@@ -1,7 +1,7 @@
 """Verified weight synchronisation from RL trainers to LLM inference engines.
 
-`Publisher` publishes versions. `pull` brings a host-local checkpoint to one, `Mirror` does so behind; `WeightSync` brings
-the live weights of a rank to one, in place.
+`Publisher` publishes versions. `pull` brings a host-local checkpoint to one, `Mirror` does so behind; `WeightSync`
+brings the live weights of a rank to one, in place.
 What only one of them needs is imported when it is first asked for.
 """
 

@@ -117,6 +117,9 @@ def test_python_compiles_and_passes_arguments_that_exist(text: str) -> None:
         "mirror.receive": gpusync.Mirror.receive,
         "mirror.accept": gpusync.Mirror.accept,
         "mirror.flush": gpusync.Mirror.flush,
+        "gpusync.WeightSync": gpusync.WeightSync,
+        "sync.prepare": gpusync.WeightSync.prepare,
+        "sync.commit": gpusync.WeightSync.commit,
     }
     checked = 0
     for call in calls:

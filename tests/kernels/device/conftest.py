@@ -33,6 +33,7 @@ def device(monkeypatch):
 
         as_device = lambda buffer: None if isinstance(buffer, np.ndarray) else torch.device("cpu")  # noqa: E731
         monkeypatch.setattr(buffers, "_device", as_device)
+        assert buffers.device_of([torch.zeros(1)]) is not None, "the reference would run, not the kernel"
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

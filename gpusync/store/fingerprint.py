@@ -39,14 +39,6 @@ def fingerprint(
     """Of every tensor (source of `table`) the bytes that its segments hold in `buffers`; tensors without segments get
     zeros. Tensors of 240 bytes or less are brought to the host: the block form begins above."""
     values = np.zeros((len(nbytes), PAIR), np.uint64)
-    scattered = _scattered(table)
-    if len(scattered):
-        # What is whole words of the tensor lies apart here (a transposed param): brought together first, as it is in
-        # scratch, because a word that is summed in parts gives another sum.
-        apart = np.isin(table.rows["src"], scattered)
-        packed, gathered = _gather(SegmentTable(table.rows[apart]), buffers, memory)
-        values[scattered] = fingerprint(packed, [gathered], nbytes, memory=memory).values[scattered]
-        table = SegmentTable(table.rows[~apart])
     held = np.unique(table.rows["src"])
     long = held[nbytes[held] > SHORT_BYTES]
     if len(long):
@@ -63,22 +55,9 @@ def _renumbered(table: SegmentTable, tensors: npt.NDArray[np.int64]) -> SegmentT
     return SegmentTable(rows)
 
 
-def _scattered(table: SegmentTable) -> npt.NDArray[np.int64]:
-    """Tensors with rows that touch on the source's side and do not on the destination's."""
-    rows = table.rows
-    apart = (rows["rows"] > 1) & (rows["src_stride"] == rows["row_bytes"]) & (rows["dst_stride"] != rows["row_bytes"])
-    found: npt.NDArray[np.int64] = np.unique(rows["src"][apart])
-    return found
-
-
-def _gather(table: SegmentTable, buffers: Sequence[Any], memory: Memory) -> tuple[SegmentTable, Any]:
+def _short(table: SegmentTable, buffers: Sequence[Any], memory: Memory) -> list[int]:
     packed, nbytes = table.packed()
     gathered = memory.zeros(nbytes)
     copy_segments(bind_moves(packed.moves_from(table), dst=[gathered], src=buffers))
-    return packed, gathered
-
-
-def _short(table: SegmentTable, buffers: Sequence[Any], memory: Memory) -> list[int]:
-    _, gathered = _gather(table, buffers, memory)
     digest = xxhash.xxh3_128_intdigest(memory.download(gathered).tobytes())
     return [digest & (2**64 - 1), digest >> 64]

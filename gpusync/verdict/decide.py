@@ -86,9 +86,10 @@ class _Voter:
         return self._generation.verdicts.reduce_max(words, deadline=Deadline(self._timeout_s), look=self._look)
 
     def _look(self) -> str | None:
+        lost = None
         with contextlib.suppress(StoreLostError):
-            return self._ledger.read_lost(self._agreement, deadline=Deadline(_LOOK_S))
-        return None
+            lost = self._ledger.read_lost(self._agreement, deadline=Deadline(_LOOK_S))
+        return lost or self._generation.tell_gone()
 
     def _decide_ok(self) -> Decision:
         try:

@@ -98,8 +98,10 @@ class Exchange:
         with contextlib.suppress(StoreLostError):
             upcoming, deadline = generation.upcoming, Deadline(_LOOK_S)
             alarm = self._ledger.read_alarm(upcoming, deadline=deadline)
-            return self._ledger.read_lost(upcoming, deadline=deadline) if alarm is None else alarm.message
-        return None
+            lost = self._ledger.read_lost(upcoming, deadline=deadline)
+            if alarm is not None or lost is not None:
+                return lost if alarm is None else alarm.message
+        return generation.tell_gone()
 
     def _explain(self, generation: Generation, what: str, error: ChannelLostError, deadline: Deadline) -> GpusyncError:
         upcoming = generation.upcoming

@@ -48,6 +48,11 @@ class Generation:
         mine = members[self.rank].host
         return {rank for rank, of in enumerate(members) if is_gone(of.process, host=of.host, mine=mine)}
 
+    def tell_gone(self) -> str | None:
+        """Why nobody need wait any longer. gloo alone may wait for a rank that died before the operation began."""
+        gone = sorted(self.find_gone())
+        return f"the process of rank {gone[0]} has ended" if gone else None
+
     def blame(self, ranks: Iterable[int], message: str) -> list[Failure]:
         """Failures of silent ranks. If some are known to be dead, the others wait for them as this one does."""
         silent = set(ranks)

@@ -6,14 +6,17 @@ the files before the first byte of them changes; after that the move is finished
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpusync.errors import DigestMismatchError, MirrorError, Where
+from gpusync.errors import DigestMismatchError, MirrorError, StreamError, VersionMissingError, Where
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import io, state
+from gpusync.mirror.inbox import drop_pending
 from gpusync.mirror.local import (
     LocalDirectory,
     examine_local_directory,
@@ -30,6 +33,7 @@ from gpusync.progress import Progress
 from gpusync.report import PullReport, Stopwatch
 from gpusync.stream import wait_until_visible
 
+LOG = logging.getLogger(__name__)
 LAST_REPORT_FILE = "last_report.json"
 DEFAULT_LOCK_TIMEOUT_S = 600.0
 MAX_WORKERS = 8
@@ -100,7 +104,7 @@ def pull(
         watch.lap("lock")
         wait_for_holders(job.local, timeout_s=lock_timeout)
         local = open_local_directory(job.local, workers=job.workers)
-        local = fold_pending(local, sources=job.sources, below=None, workers=job.workers)
+        local = _settle(job, local)
         watch.lap("open")
         try:
             return _move(job, local, watch)
@@ -127,6 +131,15 @@ def plan(
     return found if local.distrust is None else replace(found, reason=local.distrust)
 
 
+def _settle(job: _Job, local: LocalDirectory) -> LocalDirectory:
+    """The directory once everything accepted is in its files; what was accepted and is wrong was dropped."""
+    try:
+        return fold_pending(local, sources=job.sources, workers=job.workers)
+    except (StreamError, DigestMismatchError, VersionMissingError) as error:
+        LOG.warning("accepted versions of %s were wrong, and are dropped: %s", job.local, error)
+        return open_local_directory(job.local, workers=job.workers)
+
+
 def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
     """Plan, validate, prepare, commit."""
     move = wait_until_visible(
@@ -138,6 +151,8 @@ def _move(job: _Job, local: LocalDirectory, watch: Stopwatch) -> PullReport:
     if move.plan.is_nothing:
         return _report_nothing(job, move.plan, watch)
     report = carry_out(local, move, workers=job.workers, watch=watch, copy_code=job.copy_code, progress=job.progress)
+    # What a mirror has accepted meanwhile is passed by, or, after a reseed, built on what is no longer there.
+    drop_pending(job.control, up_to=sys.maxsize if move.plan.reseeds else report.target_version)
     with suppress(MirrorError):  # those who share it do without: the move itself is done and durable
         io.write_durably(job.control / LAST_REPORT_FILE, report.as_json().encode())
     return report

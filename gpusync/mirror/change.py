@@ -124,6 +124,15 @@ def apply_change(change: TensorChange, *, base: ByteSource, sources: OpenFiles, 
     return found
 
 
+def check_payloads(version: PublishedVersion) -> None:
+    """Compare every payload of a delta with its own checksum, where the index has one. Raises PayloadError."""
+    with OpenFiles() as files:
+        for name, stored in version.tensors.items():
+            if stored.payload_checksum is not None:
+                with version.open_payload(name, files) as payload:
+                    checked_payload(payload, Delta(version=version, payload=stored))
+
+
 def checked_payload(payload: ByteSource, delta: Delta) -> ByteSource:
     """The payload, in memory when it is small, after its own checksum (if published) has been compared."""
     if payload.nbytes <= PAYLOAD_IN_MEMORY_BYTES:

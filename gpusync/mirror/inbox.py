@@ -21,12 +21,13 @@ from typing import Literal
 import filelock
 import numpy as np
 
-from gpusync.errors import JournalError
+from gpusync.errors import JournalError, StreamError
 from gpusync.mirror import io
+from gpusync.mirror.journal import JOURNAL_FILE, read_journal
 from gpusync.mirror.session import live_sessions
 from gpusync.mirror.state import MirrorState, read_state
 from gpusync.plan import Applied
-from gpusync.stream import INDEX_NAME, OpenFiles, PublishedVersion, VersionIndex, version_dir_name
+from gpusync.stream import INDEX_NAME, OpenFiles, PublishedVersion, SourceFile, VersionIndex, version_dir_name
 
 INBOX_DIRECTORY = "inbox"
 INBOX_FILE = "inbox.json"
@@ -166,19 +167,31 @@ def retain(inbox: Inbox, *, versions: int, nbytes: int) -> Inbox:
 
 
 def sweep(control: Path, *, own: str | None = None, own_places: Collection[str] = ()) -> None:
-    """Remove every directory in the inbox that is neither accepted nor kept nor being received by a live session.
+    """Remove every directory in the inbox that nobody needs. The inbox's lock must be held.
 
-    Of the session named `own`, only `own_places` are being received.
+    Needed is what is accepted or kept, what a decided move installs from, and what a live session is receiving; of the
+    session named `own`, only `own_places`.
     """
     directory = control / INBOX_DIRECTORY
-    found = list(directory.iterdir()) if directory.is_dir() else []
+    found = list(directory.iterdir()) if io.exists(directory) else []
     alive = live_sessions(control).keys() - {own}
-    # Last: what a session that is dead by now had accepted, it had accepted before.
     inbox = stored_inbox(control)
     named = {entry.place for entry in (*inbox.pending, *inbox.folded)} | set(own_places)
+    decided = read_journal(control / JOURNAL_FILE)
+    if decided is not None:
+        named |= set(Path(decided.install_from).parts)
     for path in found:
         if path.name not in named and path.name.rpartition("-")[2] not in alive:
             io.remove_tree(path)
+
+
+def drop_pending(control: Path, *, up_to: int) -> None:
+    """Forget what is accepted and pending up to a version: the files hold that one, or it can never be folded."""
+    with inbox_lock(control):
+        inbox = stored_inbox(control)
+        kept = tuple(entry for entry in inbox.pending if entry.version > up_to)
+        if len(kept) != len(inbox.pending):
+            write_inbox(control, replace(inbox, pending=kept, seed="store"))
 
 
 def copy_delta(version: PublishedVersion, *, control: Path, session: str, files: OpenFiles) -> Entry:
@@ -189,6 +202,7 @@ def copy_delta(version: PublishedVersion, *, control: Path, session: str, files:
     names = [INDEX_NAME, *sorted({tensor.file for tensor in version.tensors.values()})]
     for name in names:
         with files.open(version.path / name) as source, io.WritableFile(path / name, create=True) as target:
+            _check_unchanged(version, name, source)
             buffer = np.empty(min(COPY_BYTES, source.nbytes), np.uint8)
             for offset in range(0, source.nbytes, COPY_BYTES):
                 part = buffer[: min(COPY_BYTES, source.nbytes - offset)]
@@ -197,6 +211,19 @@ def copy_delta(version: PublishedVersion, *, control: Path, session: str, files:
             target.fsync()
     io.fsync_directory(path)
     return entry
+
+
+def _check_unchanged(version: PublishedVersion, name: str, source: SourceFile) -> None:
+    """A source that changes under us must not fill the disk with more than was looked at."""
+    expected = version.index.index_bytes if name == INDEX_NAME else version.headers[name].file_bytes
+    if source.nbytes != expected:
+        raise StreamError(
+            "a published file has changed while it was read",
+            path=version.path / name,
+            version=version.version,
+            expected=f"{expected} bytes",
+            found=f"{source.nbytes} bytes",
+        )
 
 
 def new_entry(index: VersionIndex, version: int, *, kind: Literal["delta", "full"], nbytes: int, session: str) -> Entry:

@@ -89,7 +89,7 @@ def recover(directory: Path, *, workers: int) -> MirrorState | None:
         # back after a power loss, and find its spools removed by us.
         io.fsync_directory(control)
         io.fsync_directory(directory)
-    decided = _read_journal(path)
+    decided = read_journal(path)
     if decided is not None:
         return finish(directory, decided, workers=workers)
     discard(directory)
@@ -112,7 +112,8 @@ def mark_file(path: Path) -> FileMark:
     return FileMark(nbytes=found.st_size, mtime_ns=found.st_mtime_ns)
 
 
-def _read_journal(path: Path) -> Journal | None:
+def read_journal(path: Path) -> Journal | None:
+    """The move that is decided and not finished, or None. JournalError when it cannot be read."""
     try:
         told = json.loads(path.read_bytes())
         version = int(told["state"]["version"])

@@ -19,6 +19,7 @@ from gpusync.errors import MirrorError, StreamError, VersionMissingError
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io, state
+from gpusync.mirror.change import check_payloads
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
 from gpusync.mirror.lock import local_lock
@@ -27,7 +28,7 @@ from gpusync.mirror.pending import KEEP_BYTES, KEEP_VERSIONS, fold_pending
 from gpusync.mirror.receive import receive_full
 from gpusync.mirror.session import Session, lowest_held
 from gpusync.plan import Applied, Plan
-from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, wait_until_visible
+from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, read_version, wait_until_visible
 
 LOG = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 600.0
@@ -97,7 +98,8 @@ class Mirror:
             open_local_directory(self.path, workers=self._workers)
             # an inbox.json that a killed process had renamed and not synced is about to be relied on
             io.fsync_directory(self._control)
-            boxes.sweep(self._control)
+            with inbox_lock(self._control):
+                boxes.sweep(self._control)
             self._session = Session(self._control)
         self._candidates: dict[int, _Candidate] = {}
         self._receiving = threading.Lock()
@@ -116,6 +118,8 @@ class Mirror:
         time. After an error nothing of it is left.
         """
         self._raise_error()
+        if version < 1:
+            raise MirrorError("version 0 is the base: only a pull brings the files back to it", version=version)
         with io.explained("a version cannot be received", self.path), self._receiving:
             return self._receive(version, visibility_timeout)
 
@@ -263,7 +267,9 @@ class Mirror:
 
     def _copy(self, version: PublishedVersion, files: OpenFiles) -> Entry:
         if version.is_delta:
-            return boxes.copy_delta(version, control=self._control, session=self._session.name, files=files)
+            entry = boxes.copy_delta(version, control=self._control, session=self._session.name, files=files)
+            check_payloads(read_version(entry.directory(self._control), entry.version))
+            return entry
         return receive_full(
             version,
             base=self._sources.read_base(),
@@ -294,7 +300,8 @@ class Mirror:
     def _sweep(self) -> None:
         """Remove what neither the inbox nor a candidate of ours, nor any other live session, needs."""
         named = {entry.place for candidate in self._candidates.values() for entry in candidate.entries}
-        boxes.sweep(self._control, own=self._session.name, own_places=named)
+        with inbox_lock(self._control):
+            boxes.sweep(self._control, own=self._session.name, own_places=named)
 
     def _raise_error(self) -> None:
         if self._closed:
@@ -324,11 +331,9 @@ class Mirror:
             return
         with local_lock(self._control, timeout_s=self._lock_timeout):
             local = open_local_directory(self.path, workers=self._workers)
-            holder = lowest_held(self._control)
             fold_pending(
                 local,
                 sources=self._sources,
-                below=None if holder is None else holder.held,
                 workers=self._workers,
                 keep_versions=self._keep_versions,
                 keep_bytes=self._keep_bytes,
@@ -341,11 +346,16 @@ def _with_accepted(inbox: Inbox, candidate: _Candidate, applied: Applied) -> Inb
         seed: Literal["store", "base"] = "base" if candidate.plan.seed == "base" else "store"
         return replace(inbox, seed=seed, pending=candidate.entries)
     rest = [entry for entry in candidate.entries if applied.digests.get(entry.version) != entry.digest]
-    if rest and rest[0].kind == "delta" and rest[0].base_version != applied.version:
+    first = rest[0] if rest else None
+    continues = first is None or first.base_version == applied.version
+    if first is not None and first.kind == "full":
+        # a full version of another stream, or an older one, may be what somebody else has just led away from
+        continues = first.stream_id == applied.stream_id and first.version > (applied.version or 0)
+    if not continues:
         raise MirrorError(
-            "the directory was led elsewhere since the version was received",
+            "the directory was led elsewhere since the version was received; receive it again",
             version=candidate.plan.target,
-            expected=f"version {rest[0].base_version}",
+            expected=f"version {candidate.applied.version}",
             found=f"version {applied.version}",
         )
     return replace(inbox, pending=(*inbox.pending, *rest))

@@ -6,11 +6,13 @@ The directory's lock is held throughout. Used behind, by the mirror's thread, an
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from gpusync.errors import ChainError, DigestMismatchError, MirrorError
+from gpusync.errors import ChainError, DigestMismatchError, MirrorError, StreamError, VersionMissingError
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import journal
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox, stored_inbox
@@ -18,7 +20,7 @@ from gpusync.mirror.local import LocalDirectory, examine_local_directory, find_o
 from gpusync.mirror.look import Sources, look
 from gpusync.mirror.move import Move, carry_out
 from gpusync.mirror.receive import installation
-from gpusync.mirror.session import lowest_held
+from gpusync.mirror.session import SessionInfo, lowest_held
 from gpusync.mirror.state import CONTROL_DIRECTORY, read_state
 from gpusync.plan import Plan
 from gpusync.report import Stopwatch
@@ -33,29 +35,35 @@ def fold_pending(
     local: LocalDirectory,
     *,
     sources: Sources,
-    below: int | None,
     workers: int,
     keep_versions: int = KEEP_VERSIONS,
     keep_bytes: int = KEEP_BYTES,
 ) -> LocalDirectory:
-    """Fold the accepted versions that come before the first one that is `below` or newer; None: all of them.
+    """Fold the accepted versions that come before the first one that a live session holds.
 
     Returns the directory as it is then. Should the files turn out to be damaged, they are seeded anew from `sources`,
-    up to the same version. Payloads of the newest `keep_versions` folded versions stay, within `keep_bytes`.
+    up to the same version. Accepted versions that are wrong in themselves are dropped, and what was wrong is raised:
+    they could never be folded. Payloads of the newest `keep_versions` folded versions stay, within `keep_bytes`.
     """
     while True:
-        inbox = read_inbox(local.control)
-        ready = list(takewhile(lambda entry: below is None or entry.version < below, inbox.pending))
+        inbox, holder = read_inbox(local.control), lowest_held(local.control)
+        ready = list(takewhile(partial(_is_free, holder), inbox.pending))
         if not ready:
             break
-        _fold(local, inbox, ready, sources=sources, workers=workers)
+        try:
+            _fold(local, inbox, ready, sources=sources, workers=workers)
+        except (StreamError, DigestMismatchError, VersionMissingError):
+            if _still_pending(local, ready):
+                boxes.drop_pending(local.control, up_to=ready[-1].version)
+                raise
+            # accepting a full version has made these irrelevant meanwhile, and their payloads are gone
         local = examine_local_directory(local.path, known=read_state(local.control), workers=workers)
     with inbox_lock(local.control):
         now = read_inbox(local.control)
         kept = boxes.retain(now, versions=keep_versions, nbytes=keep_bytes)
         if kept != stored_inbox(local.control):
             boxes.write_inbox(local.control, kept)
-    boxes.sweep(local.control)
+        boxes.sweep(local.control)
     return local
 
 
@@ -78,7 +86,10 @@ def _fold(local: LocalDirectory, inbox: Inbox, ready: list[Entry], *, sources: S
     if full:
         # What precedes a full version does not matter; what follows it is folded in the next round.
         decided = installation(ready[full[-1]], local)
-        journal.commit(local.path, decided)
+        with inbox_lock(local.control):  # a sweep must find the version accepted, or the move decided
+            if not _still_pending(local, [ready[full[-1]]]):
+                return
+            journal.commit(local.path, decided)
         journal.finish(local.path, decided, workers=workers)
         return
     continues = inbox.seed == "store"
@@ -94,6 +105,15 @@ def _fold(local: LocalDirectory, inbox: Inbox, ready: list[Entry], *, sources: S
         if found is None:
             raise
         _seed_anew(local, ready[-1].version, found, sources=sources, workers=workers)
+
+
+def _is_free(holder: SessionInfo | None, entry: Entry) -> bool:
+    return holder is None or holder.held is None or entry.version < holder.held
+
+
+def _still_pending(local: LocalDirectory, entries: Sequence[Entry]) -> bool:
+    pending = stored_inbox(local.control).pending
+    return all(entry in pending for entry in entries)
 
 
 def _builds_on(local: LocalDirectory, entry: Entry) -> bool:

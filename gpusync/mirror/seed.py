@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpusync.errors import StreamError, Where
+from gpusync.errors import HeaderError, StreamError, Where
 from gpusync.mirror import io
 from gpusync.mirror.change import Bytes, TensorChange, apply_change, published_checksum
 from gpusync.mirror.state import Checksum
 from gpusync.mirror.workers import for_each
-from gpusync.stream import INDEX_NAME, Checkpoint, OpenFiles, SourceFile
+from gpusync.stream import INDEX_NAME, Checkpoint, OpenFiles, ShardHeader, SourceFile
 from gpusync.stream.header import LENGTH_BYTES, METADATA_KEY
 
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
@@ -56,7 +56,7 @@ def prepare_seed(
         for name, header in checkpoint.headers.items():
             files[name] = stack.enter_context(io.WritableFile(into / name, create=True))
             files[name].allocate(header.file_bytes)
-            files[name].write_at(_local_header(checkpoint, name, sources), 0)
+            files[name].write_at(_local_header(header), 0)
 
         def copy(_: int, change: TensorChange) -> None:
             tensor = change.base
@@ -125,17 +125,14 @@ def _read_side_files(side_files: Mapping[str, Path]) -> dict[str, bytes]:
     return found
 
 
-def _local_header(checkpoint: Checkpoint, name: str, sources: OpenFiles) -> bytes:
+def _local_header(header: ShardHeader) -> bytes:
     """The shard's header as it should stand locally: without checksums, which the next delta would make untrue.
 
-    Padded with spaces to its old length, so that no tensor moves. A header without checksums is copied as it is.
+    Made from what was validated, never read again: a source may change under us. Padded with spaces to its old length,
+    so that no tensor moves.
     """
-    header = checkpoint.headers[name]
     metadata = {key: value for key, value in header.metadata.items() if key not in header.tensors}
-    if len(metadata) == len(header.metadata):
-        with sources.open(checkpoint.directory / name, follow_links=checkpoint.follow_links) as source:
-            return source.read_at(0, header.data_offset)
-    entries: dict[str, object] = {METADATA_KEY: metadata}
+    entries: dict[str, object] = {METADATA_KEY: metadata} if metadata else {}
     for tensor in header.tensors.values():
         begin = tensor.offset - header.data_offset
         entries[tensor.name] = {
@@ -144,8 +141,10 @@ def _local_header(checkpoint: Checkpoint, name: str, sources: OpenFiles) -> byte
             "data_offsets": [begin, begin + tensor.nbytes],
         }
     length = header.data_offset - LENGTH_BYTES
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
-    return struct.pack("<Q", length) + text
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(text) > length:
+        raise HeaderError("a header does not fit its own length", expected=length, found=len(text))
+    return struct.pack("<Q", length) + text.ljust(length)
 
 
 def _local_index(checkpoint: Checkpoint) -> bytes:

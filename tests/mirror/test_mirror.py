@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpusync import Publisher
-from gpusync.errors import DigestMismatchError, MirrorError, VersionMissingError
+from gpusync.errors import DigestMismatchError, MirrorError, PayloadError, StreamError, VersionMissingError
+from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io
 from gpusync.mirror.mirror import Mirror
 from gpusync.publish import StoredBytes
@@ -322,6 +324,131 @@ class TestErrors:
         mirror.release(1)
         bring(mirror, 2)
         mirror.flush(WAIT_S)
+
+
+class TestSeveralHands:
+    """What other threads and processes accept, fold and pull in between changes no outcome for the worse."""
+
+    def full_versions(self, site, *versions: int) -> dict[int, State]:
+        states = {version: changed(site.state, 70 + version) for version in versions}
+        for version, state in states.items():
+            publish_full(site.source, version, state)
+        return states
+
+    def test_an_older_full_version_does_not_undo_a_newer_one(self, site, open_mirror) -> None:
+        states = self.full_versions(site, 5, 7)
+        one, two = open_mirror(), open_mirror()
+        one.receive(5)
+        bring(two, 7)
+        two.flush(WAIT_S)
+        with pytest.raises(MirrorError, match="led elsewhere"):
+            one.accept(5)
+        assert two.status().durable_version == 7
+        assert site.local_state() == states[7]
+
+    def test_a_full_version_accepted_while_an_older_one_is_put_in_place(self, site, open_mirror) -> None:
+        states = self.full_versions(site, 7, 9)
+        mirror = open_mirror()
+        decided, go_on = threading.Event(), threading.Event()
+
+        def slow_disk(event: io.Event) -> None:
+            if event.done and event.step == "rename" and event.to is not None and event.to.name == "journal.json":
+                decided.set()
+                go_on.wait(WAIT_S)
+
+        with io.observed(slow_disk):
+            bring(mirror, 7)
+            assert decided.wait(WAIT_S)
+            mirror.receive(9)
+            accepting = threading.Thread(target=mirror.accept, args=(9,))
+            accepting.start()
+            go_on.set()
+            accepting.join(WAIT_S)
+            mirror.flush(WAIT_S)
+        assert site.local_state() == states[9]
+
+    def test_a_pull_past_what_is_accepted_meanwhile_stays(self, site, open_mirror) -> None:
+        states = self.full_versions(site, 5, 7)
+        mirror = open_mirror()
+        site.pull(7, pre_read_hook=lambda *_: bring(mirror, 5) if mirror.status().durable_version is None else None)
+        mirror.flush(WAIT_S)
+        assert mirror.status().durable_version == 7
+        assert site.local_state() == states[7]
+
+    def test_a_hold_taken_while_a_fold_runs_keeps_what_comes_after(self, site, open_mirror) -> None:
+        states = published(site, 3)
+        site.pull(1)
+        mirror = open_mirror()
+        once: list[int] = []
+
+        def hold_and_accept(event: io.Event) -> None:
+            if event.step == "create" and event.path.suffix == ".spool" and not once:
+                once.append(3)
+                mirror.hold(3)
+                bring(mirror, 3)
+
+        with io.observed(hold_and_accept):
+            bring(mirror, 2)
+            deadline = time.monotonic() + WAIT_S
+            while mirror.status().folded_version != 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.3)
+        assert site.local_state() == states[2]
+        mirror.release(3)
+        mirror.flush(WAIT_S)
+        assert site.local_state() == states[3]
+
+
+class TestWrongVersions:
+    def test_version_zero_is_not_received(self, open_mirror) -> None:
+        with pytest.raises(MirrorError, match="version 0"):
+            open_mirror().receive(0)
+
+    def test_a_payload_that_is_not_what_the_index_says(self, site, open_mirror) -> None:
+        publisher = Publisher(site.source, base_dir=site.base)
+        new = changed(site.state, 1)
+        publisher.publish({n: StoredBytes(dtype=t.dtype, shape=t.shape, data=t.data) for n, t in new.items()})
+        path = next(version_dir(site.source, 1).glob("*.safetensors"))
+        raw = bytearray(path.read_bytes())
+        raw[-9] ^= 1
+        path.write_bytes(raw)
+        mirror = open_mirror()
+        with pytest.raises(PayloadError):
+            mirror.receive(1)
+        assert list((site.control / "inbox").iterdir()) == []
+
+    def test_what_was_accepted_and_is_wrong_is_told_and_stands_in_nobodys_way(self, site, open_mirror) -> None:
+        states = published(site, 1)
+        mirror = open_mirror()
+        bring(mirror, 1)
+        mirror.flush(WAIT_S)
+        publish_delta(site.source, 2, states[1], changed(states[1], 2), checksums={"step": "0" * 32})
+        bring(mirror, 2)
+        with pytest.raises(MirrorError, match="step"):
+            mirror.flush(WAIT_S)
+        assert site.local_state() == states[1]
+        full = changed(states[1], 3)
+        publish_full(site.source, 3, full)
+        bring(mirror, 3)
+        mirror.flush(WAIT_S)
+        assert site.local_state() == full
+
+    def test_a_source_that_grows_while_it_is_read_fills_no_disk(
+        self, site, open_mirror, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        published(site, 1)
+        mirror = open_mirror()
+        path = next(version_dir(site.source, 1).glob("*.safetensors"))
+        real = boxes.copy_delta
+
+        def grown(version, **options):
+            os.truncate(path, 2**33)
+            return real(version, **options)
+
+        monkeypatch.setattr(boxes, "copy_delta", grown)
+        with pytest.raises(StreamError, match="changed while it was read"):
+            mirror.receive(1)
+        assert list((site.control / "inbox").iterdir()) == []
 
 
 def test_a_closed_mirror_says_so(site, open_mirror) -> None:

@@ -171,7 +171,7 @@ def _report_nothing(job: _Job, plan: Plan, watch: Stopwatch) -> PullReport:
         last = PullReport.from_json((job.control / LAST_REPORT_FILE).read_text())
         if last.target_version == plan.target:
             return replace(last, shared=True)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *state.DAMAGE):
         pass
     return PullReport(
         target_version=plan.target,

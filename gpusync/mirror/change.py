@@ -102,7 +102,7 @@ def apply_change(change: TensorChange, *, base: ByteSource, sources: OpenFiles, 
             payload = stack.enter_context(delta.version.open_payload(tensor.name, sources))
             decoders.append(
                 open_delta(
-                    checked_payload(payload, delta),
+                    checked_payload(payload, delta, in_memory_bytes=PAYLOAD_IN_MEMORY_BYTES // len(change.deltas)),
                     encoding=str(delta.version.index.delta_encoding),
                     nbytes=tensor.nbytes,
                     element_bytes=element_bytes(tensor.dtype),
@@ -133,9 +133,9 @@ def check_payloads(version: PublishedVersion) -> None:
                     checked_payload(payload, Delta(version=version, payload=stored))
 
 
-def checked_payload(payload: ByteSource, delta: Delta) -> ByteSource:
-    """The payload, in memory when it is small, after its own checksum (if published) has been compared."""
-    if payload.nbytes <= PAYLOAD_IN_MEMORY_BYTES:
+def checked_payload(payload: ByteSource, delta: Delta, *, in_memory_bytes: int = PAYLOAD_IN_MEMORY_BYTES) -> ByteSource:
+    """The payload, in memory if it has at most so many bytes, after its own checksum (if any) has been compared."""
+    if payload.nbytes <= in_memory_bytes:
         data = np.empty(payload.nbytes, np.uint8)
         payload.read_into(0, data)
         payload = BytesSource(data)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import filelock
 import numpy as np
@@ -25,7 +25,7 @@ from gpusync.errors import JournalError, StreamError
 from gpusync.mirror import io
 from gpusync.mirror.journal import JOURNAL_FILE, read_journal
 from gpusync.mirror.session import live_sessions
-from gpusync.mirror.state import MirrorState, read_state
+from gpusync.mirror.state import DAMAGE, MirrorState, plain_name, read_state
 from gpusync.plan import Applied
 from gpusync.stream import INDEX_NAME, OpenFiles, PublishedVersion, SourceFile, VersionIndex, version_dir_name
 
@@ -105,13 +105,19 @@ def stored_inbox(control: Path) -> Inbox:
         told = json.loads(path.read_bytes())
         return Inbox(
             seed=told["seed"],
-            pending=tuple(Entry(**entry) for entry in told["pending"]),
-            folded=tuple(Entry(**entry) for entry in told["folded"]),
+            pending=tuple(_entry(entry) for entry in told["pending"]),
+            folded=tuple(_entry(entry) for entry in told["folded"]),
         )
     except FileNotFoundError:
         return Inbox()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise JournalError(f"the inbox cannot be read ({error})", path=path) from error
+
+
+def _entry(told: dict[str, Any]) -> Entry:
+    entry = Entry(**told)
+    plain_name(entry.place)
+    return entry
 
 
 def after_fold(inbox: Inbox, state: MirrorState) -> Inbox:

@@ -9,6 +9,7 @@ which files, and the state and checksums that hold afterwards.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from gpusync.mirror import io, state
 from gpusync.mirror.redo import MAX_SPAN_BYTES, read_records
 from gpusync.mirror.state import Checksum, FileMark, MirrorState
 
+LOG = logging.getLogger(__name__)
 JOURNAL_FILE = "journal.json"
 REDO_DIRECTORY = "redo"
 INCOMING_DIRECTORY = "incoming"
@@ -89,9 +91,19 @@ def recover(directory: Path, *, workers: int) -> MirrorState | None:
         # back after a power loss, and find its spools removed by us.
         io.fsync_directory(control)
         io.fsync_directory(directory)
-    decided = read_journal(path)
-    if decided is not None:
-        return finish(directory, decided, workers=workers)
+    try:
+        decided = read_journal(path)
+        if decided is not None:
+            _check_complete(directory, decided)
+            return finish(directory, decided, workers=workers)
+    except JournalError as error:
+        LOG.warning("the move of %s that was decided cannot be finished, and is given up: %s", directory, error)
+        # Without a state the files belong to no version, and are seeded anew. They are ours all the same.
+        if not io.exists(control / state.CHECKSUMS_FILE):
+            state.write_checksums(control, 0, {})
+        io.unlink(control / state.STATE_FILE)
+        io.unlink(path)
+        io.fsync_directory(control)
     discard(directory)
     return None
 
@@ -113,29 +125,54 @@ def mark_file(path: Path) -> FileMark:
 
 
 def read_journal(path: Path) -> Journal | None:
-    """The move that is decided and not finished, or None. JournalError when it cannot be read."""
+    """The move that is decided and not finished, or None. JournalError when it is not what we wrote."""
+    raw = state.read_file(path)
+    if not raw and not io.exists(path):
+        return None
     try:
-        told = json.loads(path.read_bytes())
-        version = int(told["state"]["version"])
+        told = json.loads(raw)
+        place = Path(told["install_from"])
+        if place.is_absolute() or ".." in place.parts:
+            raise ValueError(f"no place of ours: {place}")
         return Journal(
             state=MirrorState(
-                version=version,
+                version=state.version_number(told["state"]["version"]),
                 stream_id=told["state"]["stream_id"],
                 index_digests={int(v): digest for v, digest in told["state"]["index_digests"].items()},
                 base_identity=told["state"]["base_identity"],
             ),
-            managed=told["managed"],
+            managed=_names(told["managed"]),
             checksums=state.decode_checksums(told["checksums"]),
-            install=told["install"],
-            install_from=told["install_from"],
-            remove=told["remove"],
-            files=told["files"],
-            spools=told["spools"],
+            install=_names(told["install"]),
+            install_from=str(place),
+            remove=_names(told["remove"]),
+            files=_names(told["files"]),
+            spools={state.plain_name(name): int(nbytes) for name, nbytes in told["spools"].items()},
         )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except state.DAMAGE as error:
         raise JournalError(f"the journal cannot be read ({error})", path=path) from error
+
+
+def _names(told: Sequence[object]) -> tuple[str, ...]:
+    return tuple(state.plain_name(name) for name in told)
+
+
+def _check_complete(directory: Path, journal: Journal) -> None:
+    """Everything that an interrupted move needs is still there. JournalError, naming what is not."""
+    control = directory / state.CONTROL_DIRECTORY
+    incoming = control / journal.install_from
+    for name in journal.install:
+        if not io.exists(incoming / name) and not io.exists(directory / name):
+            raise JournalError("a file to be put in place is gone", path=incoming / name)
+    installing = set(journal.install)
+    for name in (*journal.files, *(each for each in journal.managed if each not in installing)):
+        if (directory / name).is_symlink() or not (directory / name).is_file():
+            raise JournalError("a file that is to be written is no regular file", path=directory / name)
+    for name, nbytes in journal.spools.items():
+        path = control / REDO_DIRECTORY / name
+        found = path.stat().st_size if io.exists(path) else 0
+        if found != nbytes:
+            raise JournalError("a redo spool has the wrong length", path=path, expected=nbytes, found=found)
 
 
 def _install(directory: Path, journal: Journal) -> None:

@@ -18,7 +18,7 @@ import filelock
 
 from gpusync.errors import LockTimeoutError
 from gpusync.mirror import io
-from gpusync.mirror.state import STATE_FILE
+from gpusync.mirror.state import DAMAGE, STATE_FILE
 
 
 @contextmanager
@@ -59,5 +59,5 @@ def _holder(owner: Path) -> str:
         told = json.loads(owner.read_text())
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(told["since"])))
         return f"process {int(told['pid'])} on {told['host']!s} since {since}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DAMAGE):
         return "an unknown process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,14 +63,18 @@ def plan_ahead(
     indexes: dict[int, VersionIndex] = {}
     missing: dict[int, VersionMissingError] = {}
 
+    @functools.cache
+    def read(version: int) -> VersionIndex:
+        return read_index(sources.source_dir, version)
+
     def lookup(version: int) -> Link | None:
         try:
-            index = read_index(sources.source_dir, version)
+            index = read(version)
         except VersionMissingError as error:
             missing[version] = error
             return None
         base = index.base_version if index.is_delta else None
-        digest = read_identity(sources.source_dir, version, index)
+        digest = read_identity(sources.source_dir, version, index, read=read)
         indexes[version] = index if digest is None else replace(index, digest=digest)
         return Link(version=version, base_version=base, digest=digest, stream_id=index.stream_id)
 

@@ -120,8 +120,15 @@ class Mirror:
         self._raise_error()
         if version < 1:
             raise MirrorError("version 0 is the base: only a pull brings the files back to it", version=version)
-        with io.explained("a version cannot be received", self.path), self._receiving:
-            return self._receive(version, visibility_timeout)
+        with io.explained("a version cannot be received", self.path):
+            if version in self._candidates:
+                return self._candidates[version].plan
+            applied, plan, versions = wait_until_visible(
+                lambda: self._look(version), refresh=lambda: self._refresh(version), timeout_s=visibility_timeout
+            )
+            self._wait_for_room(sum(each.wire_bytes for each in versions))
+            with self._receiving:
+                return self._copy_all(version, applied, plan, versions)
 
     def accept(self, version: int) -> None:
         """Make a received version durable. When this returns, the mirror will hold it whatever happens.
@@ -201,13 +208,9 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self, version: int, visibility_timeout: float) -> Plan:
+    def _copy_all(self, version: int, applied: Applied, plan: Plan, versions: Sequence[PublishedVersion]) -> Plan:
         if version in self._candidates:
             return self._candidates[version].plan
-        applied, plan, versions = wait_until_visible(
-            lambda: self._look(version), refresh=lambda: self._refresh(version), timeout_s=visibility_timeout
-        )
-        self._wait_for_room(sum(each.wire_bytes for each in versions))
         entries: list[Entry] = []
         try:
             with OpenFiles() as files:

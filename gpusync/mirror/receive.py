@@ -15,7 +15,15 @@ from gpusync.mirror.local import LocalDirectory, checkpoint_identity
 from gpusync.mirror.look import as_checkpoint
 from gpusync.mirror.move import side_files_of
 from gpusync.mirror.seed import prepare_seed
-from gpusync.mirror.state import CONTROL_DIRECTORY, Checksum, MirrorState, decode_checksums, encode_checksums
+from gpusync.mirror.state import (
+    CONTROL_DIRECTORY,
+    DAMAGE,
+    Checksum,
+    MirrorState,
+    decode_checksums,
+    encode_checksums,
+    plain_name,
+)
 from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion
 
 RECEIPT_FILE = "receipt.json"
@@ -77,9 +85,9 @@ def _read_receipt(path: Path) -> Receipt:
     try:
         told = json.loads(path.read_bytes())
         return Receipt(
-            install=tuple(told["install"]),
+            install=tuple(plain_name(name) for name in told["install"]),
             checksums=decode_checksums(told["checksums"]),
             base_identity=told["base_identity"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise JournalError(f"the receipt of a full version cannot be read ({error})", path=path) from error

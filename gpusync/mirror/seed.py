@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from gpusync.errors import HeaderError, StreamError, Where
 from gpusync.mirror import io
 from gpusync.mirror.change import Bytes, TensorChange, apply_change, published_checksum
@@ -20,7 +22,8 @@ from gpusync.stream.header import LENGTH_BYTES, METADATA_KEY
 
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 CODE_SUFFIX = ".py"
-MAX_SIDE_FILE_BYTES = 256 * 2**20
+MAX_SIDE_BYTES = 2 * 2**30
+MAX_SIDE_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +81,12 @@ def prepare_seed(
         for_each(copies, copy, workers=workers, size=lambda change: change.base.nbytes)
         for file in files.values():
             file.fsync()
-    others = _read_side_files(side_files)
+    _copy_side_files(side_files, into)
+    others = list(side_files)
     if (checkpoint.directory / INDEX_NAME).exists():
-        others[INDEX_NAME] = _local_index(checkpoint)
-    for name, data in others.items():
-        with io.WritableFile(into / name, create=True) as file:
-            file.append(data)
+        others.append(INDEX_NAME)
+        with io.WritableFile(into / INDEX_NAME, create=True) as file:
+            file.append(_local_index(checkpoint))
             file.fsync()
     io.fsync_directory(into)
     return Seed(
@@ -106,23 +109,30 @@ def find_side_files(directory: Path, *, with_code: bool, follow_links: bool) -> 
         if entry.suffix in suffixes
         and entry.name != INDEX_NAME
         and entry.is_file()
+        and entry.name.isprintable()  # a name that is no text cannot be told of, nor written down
         and (follow_links or not entry.is_symlink())
     }
 
 
-def _read_side_files(side_files: Mapping[str, Path]) -> dict[str, bytes]:
-    found = {}
+def _copy_side_files(side_files: Mapping[str, Path], into: Path) -> None:
+    """Copy them window by window. StreamError for more, or larger ones, than any model has."""
+    total = 0
     for name, path in side_files.items():
-        with SourceFile(path) as source:
-            if source.nbytes > MAX_SIDE_FILE_BYTES:
+        with SourceFile(path) as source, io.WritableFile(into / name, create=True) as target:
+            total += source.nbytes
+            if total > MAX_SIDE_BYTES or len(side_files) > MAX_SIDE_FILES:
                 raise StreamError(
-                    "a side file is too large to follow",
+                    "the side files are too large to follow",
                     path=path,
-                    expected=f"at most {MAX_SIDE_FILE_BYTES} bytes",
-                    found=source.nbytes,
+                    expected=f"at most {MAX_SIDE_FILES} files of {MAX_SIDE_BYTES} bytes together",
+                    found=f"{len(side_files)} files, {total} bytes and more",
                 )
-            found[name] = source.read_at(0, source.nbytes)
-    return found
+            window = np.empty(min(2**20, source.nbytes), np.uint8)
+            for offset in range(0, source.nbytes, 2**20):
+                part = window[: min(2**20, source.nbytes - offset)]
+                source.read_into(offset, part)
+                target.append(part)
+            target.fsync()
 
 
 def _local_header(header: ShardHeader) -> bytes:

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpusync.digest import ALGORITHMS
 from gpusync.mirror import io
 
 CONTROL_DIRECTORY = ".weight_sync"
 STATE_FILE = "state.json"
 CHECKSUMS_FILE = "checksums.json"
 REMEMBERED_INDEXES = 256
+MAX_VERSION = 10**12
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What reading one of our own files raises when it is not what we wrote. It is never relied on then, nor obeyed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +49,37 @@ def read_state(control: Path) -> MirrorState | None:
     MirrorError when it cannot be read: that says nothing about the files.
     """
     try:
-        told = json.loads(_read_file(control / STATE_FILE))
+        told = json.loads(read_file(control / STATE_FILE))
         files = told.get("files")
         return MirrorState(
-            version=int(told["version"]),
+            version=version_number(told["version"]),
             stream_id=told.get("stream_id"),
             index_digests={int(version): str(digest) for version, digest in told.get("index_digests", {}).items()},
             base_identity=told.get("base_identity"),
             files=None
             if files is None
-            else {name: FileMark(nbytes=int(m[0]), mtime_ns=int(m[1])) for name, m in files.items()},
+            else {plain_name(name): FileMark(nbytes=int(m[0]), mtime_ns=int(m[1])) for name, m in files.items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except DAMAGE:
         return None
 
 
-def _read_file(path: Path) -> bytes:
+def version_number(told: object) -> int:
+    """ValueError for what no version can be."""
+    number = int(str(told))
+    if not 0 <= number <= MAX_VERSION:
+        raise ValueError(f"no version number: {number}")
+    return number
+
+
+def plain_name(told: object) -> str:
+    """The name of a file in the directory itself. ValueError for anything that could lead out of it."""
+    if not isinstance(told, str) or told in ("", ".", "..") or "/" in told or "\0" in told:
+        raise ValueError(f"no plain name: {told!r}")
+    return told
+
+
+def read_file(path: Path) -> bytes:
     """Its bytes; none when it is not there."""
     with io.explained("cannot read", path):
         try:
@@ -100,9 +120,9 @@ def read_checksums(control: Path) -> dict[str, Checksum]:
     MirrorError when it cannot be read.
     """
     try:
-        told = json.loads(_read_file(control / CHECKSUMS_FILE))
+        told = json.loads(read_file(control / CHECKSUMS_FILE))
         return decode_checksums(told["checksums"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGE:
         return {}
 
 
@@ -117,4 +137,7 @@ def encode_checksums(checksums: Mapping[str, Checksum]) -> dict[str, str]:
 
 def decode_checksums(told: Mapping[str, str]) -> dict[str, Checksum]:
     pairs = {tensor: text.split(":", 1) for tensor, text in told.items()}
+    unknown = {pair[0] for pair in pairs.values()} - set(ALGORITHMS)
+    if unknown:
+        raise ValueError(f"no digest algorithm: {unknown}")
     return {tensor: Checksum(algorithm=pair[0], value=pair[1]) for tensor, pair in pairs.items()}

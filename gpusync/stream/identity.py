@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -16,7 +17,12 @@ from gpusync.stream.versions import version_path
 
 
 def read_identity(
-    source_dir: str | os.PathLike[str], version: int, index: VersionIndex, *, follow_links: bool = False
+    source_dir: str | os.PathLike[str],
+    version: int,
+    index: VersionIndex,
+    *,
+    read: Callable[[int], VersionIndex] | None = None,
+    follow_links: bool = False,
 ) -> str | None:
     """A digest that differs if the version's weights do, for all that can be seen without reading them.
 
@@ -24,6 +30,9 @@ def read_identity(
     other weights, and the headers of the shards are needed: they hold the checksums of what the version makes. Where
     nobody made checksums (a plain checkpoint), lengths and times of change stand in. A version that changes nothing
     says nothing itself: it is told by what it builds on.
+
+    `read` reads the index of another version; one that remembers spares reading a long chain of such versions again
+    and again.
 
     None where it cannot be told: a shard, or what an empty version builds on, is not there or is malformed. Raises
     SourceReadError.
@@ -34,7 +43,7 @@ def read_identity(
     try:
         while index.is_delta and not index.weight_map and index.base_version:
             version = index.base_version
-            index = read_index(source_dir, version, follow_links=follow_links)
+            index = read_index(source_dir, version, follow_links=follow_links) if read is None else read(version)
             digest.update(index.digest.encode())
         for name in dict.fromkeys(index.weight_map.values()):
             _add_shard(digest, version_path(source_dir, version) / name, index, follow_links=follow_links)

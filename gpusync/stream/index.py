@@ -180,9 +180,10 @@ def _text(metadata: Mapping[str, object], key: str, *, where: Where) -> str | No
     if key not in metadata:
         return None
     value = metadata[key]
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
+    # printable: it ends up in logs and on terminals, where it must not pass for other lines
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
         raise IndexFormatError(
-            f"{key} is not a text", where=where, expected=f"1..{_MAX_TEXT} characters", found=_shown(value)
+            f"{key} is not a text", where=where, expected=f"1..{_MAX_TEXT} printable characters", found=_shown(value)
         )
     return value
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-MAX_INDEX_BYTES = 256 << 20
+MAX_INDEX_BYTES = 100_000_000
 
 # Python objects take up to thirty times the bytes of the JSON text they come from, so a text is also bounded by the
-# number of its commas and opening brackets: a header of 400,000 tensors passes.
-MAX_JSON_NODES = 4_000_000
+# number of its commas and opening brackets: a header of 250,000 tensors passes.
+MAX_JSON_NODES = 2_000_000
 
 MAX_NAME_BYTES = 4096  # a tensor's name, as UTF-8
 MAX_FILE_NAME_BYTES = 255  # what Linux filesystems take

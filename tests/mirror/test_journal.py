@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusync.errors import JournalError, MirrorError
+from gpusync.errors import MirrorError
 from gpusync.mirror import io
 from support.checkpoints import State, changed, read_state, small_state
 from support.slime import publish_delta, publish_full
@@ -82,14 +83,36 @@ def test_slimes_receiver_finds_no_version_while_files_may_be_torn(site) -> None:
     assert (site.control / "state.json").exists()
 
 
-def test_a_damaged_journal_is_an_error_and_not_a_guess(site) -> None:
-    publish(site, "xor")
+HOSTILE = {
+    "no JSON": lambda told: "{",
+    "a list": lambda told: "[]",
+    "names that lead out": lambda told: json.dumps({**told, "remove": ["../victim"], "install": ["../victim"]}),
+    "a place that leads out": lambda told: json.dumps({**told, "install_from": "../../.."}),
+    "a spool that is gone": lambda told: json.dumps({**told, "spools": {"999.spool": 5}}),
+    "a file that is gone": lambda told: json.dumps({**told, "files": ["model-9.safetensors"]}),
+    "an impossible version": lambda told: json.dumps({**told, "state": {**told["state"], "version": "-5"}}),
+}
+
+
+@pytest.mark.parametrize("damage", HOSTILE)
+def test_a_journal_that_is_not_ours_is_given_up_and_obeyed_in_nothing(site, damage: str) -> None:
+    """A disk that lost or made up something: the directory is seeded anew, and nothing outside it is touched."""
+    states = publish(site, "xor")
     site.pull(0)
-    before = site.local_files()
-    (site.control / "journal.json").write_text("{")
-    with pytest.raises(JournalError, match=r"journal\.json"):
+    victim = site.local.parent / "victim"
+    victim.write_text("precious")
+
+    def stop(event: io.Event) -> None:
+        if event.done and event.step == "rename" and event.to is not None and event.to.name == "journal.json":
+            raise Stopped
+
+    with pytest.raises(Stopped), io.observed(stop):
         site.pull(1)
-    assert site.local_files() == before
+    journal = site.control / "journal.json"
+    journal.write_text(HOSTILE[damage](json.loads(journal.read_text())))
+    assert site.pull(1).seed == "base"
+    assert site.local_state() == states[1]
+    assert victim.read_text() == "precious"
 
 
 def test_a_full_disk_says_what_was_needed(site, monkeypatch: pytest.MonkeyPatch) -> None:

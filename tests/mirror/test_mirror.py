@@ -369,8 +369,9 @@ class TestSeveralHands:
 
     def test_a_pull_past_what_is_accepted_meanwhile_stays(self, site, open_mirror) -> None:
         states = self.full_versions(site, 5, 7)
+        site.pull(0)
         mirror = open_mirror()
-        site.pull(7, pre_read_hook=lambda *_: bring(mirror, 5) if mirror.status().durable_version is None else None)
+        site.pull(7, pre_read_hook=lambda *_: bring(mirror, 5))
         mirror.flush(WAIT_S)
         assert mirror.status().durable_version == 7
         assert site.local_state() == states[7]

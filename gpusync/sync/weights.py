@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ import torch
 from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, RefusedError
 from gpusync.hooks import Hook
 from gpusync.layout import DERIVED, DerivedRegistry, LayoutMap, attach, compare, identify, named_tensors, trace
-from gpusync.layout.dtypes import TORCH_DTYPES, torch_shape
 from gpusync.mirror.local import read_local_version
 from gpusync.mirror.look import Sources, plan_ahead, read_chain
 from gpusync.mirror.mirror import Mirror
@@ -31,43 +29,14 @@ from gpusync.store.compact import CompactFile
 from gpusync.store.digests import digest_over
 from gpusync.store.leader import decode_chain, decode_updates, encode_updates
 from gpusync.store.memory import HostMemory
-from gpusync.store.rank import STAGING_BYTES, PreparedUpdate, RankStore, TensorUpdate
-from gpusync.stream import ByteSource, Checkpoint, OpenFiles, read_checkpoint
+from gpusync.store.rank import STAGING_BYTES, RankStore, TensorUpdate
+from gpusync.stream import Checkpoint, OpenFiles, read_checkpoint
+from gpusync.sync.checkpoints import reader_of, torch_tensors
+from gpusync.sync.report import Clock, CommitPath, Prepared, SyncReport
 from gpusync.verdict import Group, InDoubtError, guard, open_group, take_step
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-CommitPath = Literal["in place", "reload", "nothing"]
 Verify = Literal["before+after", "before"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """One prepare or commit. `seconds` are this rank's, by stage. `bytes_by_class` counts the bytes this rank holds by
-    the class of their placement."""
-
-    version: int
-    version_before: int | None
-    chain: tuple[int, ...]
-    commit_path: CommitPath
-    reason: str
-    decoder: str = "host"
-    applier: str = "numpy"
-    tensors_changed: int = 0
-    compact_bytes: int = 0
-    exchanged_bytes: int = 0
-    bytes_by_class: Mapping[str, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class Prepared:
-    """A version that is verified on every rank and waits for its commit."""
-
-    version: int
-    plan: Plan
-    report: SyncReport
-    update: PreparedUpdate | None = None
-    applied: Applied = field(default_factory=Applied)
 
 
 class WeightSync:
@@ -156,7 +125,7 @@ class WeightSync:
         if self._prepared is not None and self._prepared.version == target:
             return self._prepared
         self.abort()
-        clock = _Clock()
+        clock = Clock()
         transaction = self._group.begin(f"prepare {target}", timeout_s=self._timeout)
         with tempfile.TemporaryDirectory(prefix="gpusync-") as scratch:
             try:
@@ -177,7 +146,7 @@ class WeightSync:
         """
         if prepared is not self._prepared:
             raise RefusedError("what is to be committed is no longer prepared", version=prepared.version)
-        clock = _Clock()
+        clock = Clock()
         transaction = self._group.begin(f"commit {prepared.version}", timeout_s=self._timeout)
         self._prepared = None
         if prepared.report.commit_path == "in place":
@@ -227,7 +196,7 @@ class WeightSync:
 
     def _identify(self) -> int | None:
         with OpenFiles() as files:
-            candidates = [(version, _reader(checkpoint, files)) for version, checkpoint, _ in self._known_versions()]
+            candidates = [(version, reader_of(checkpoint, files)) for version, checkpoint, _ in self._known_versions()]
             return identify(self._layout, self._params, candidates)
 
     def _known_versions(self) -> Iterator[tuple[int, Checkpoint, Applied]]:
@@ -244,7 +213,7 @@ class WeightSync:
         for version, checkpoint, applied in self._known_versions():
             if version == self.version:
                 with OpenFiles() as files:
-                    read = _reader(checkpoint, files)
+                    read = reader_of(checkpoint, files)
                     self._layout = self._layout.demoted(compare(self._layout, self._params, read))
                     casts = CastStore(self._layout, self._params, memory=memory)
                     casts.fill(read)
@@ -261,7 +230,7 @@ class WeightSync:
 
     # prepare
 
-    def _prepare(self, target: int, transaction: str, path: Path, clock: _Clock) -> Prepared:
+    def _prepare(self, target: int, transaction: str, path: Path, clock: Clock) -> Prepared:
         message = self._step("fetching", lambda: self._fetch(target, path), transaction, "fetch")
         told = [json.loads(each) for each in self._group.gather_bytes(message.encode(), timeout_s=self._timeout)]
         mine = told[self._group.leader]
@@ -442,37 +411,8 @@ class WeightSync:
             raise GpusyncError("a reload needs the engine's own function where a twin was traced", path=directory)
         checkpoint = read_checkpoint(directory, follow_links=True)
         with OpenFiles() as files, torch.no_grad():
-            self._load_weights(_torch_tensors(checkpoint, files))
+            self._load_weights(torch_tensors(checkpoint, files))
         self._recompute(self._tensors)
 
     def _step(self, what: str, work: Callable[[], Any], transaction: str, phase: str) -> Any:
         return take_step(self._group, what, work, transaction=transaction, phase=phase, timeout_s=self._timeout)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage] = now - self._last
-        self._last = now
-
-
-def _reader(checkpoint: Checkpoint, files: OpenFiles) -> Callable[[str], ByteSource]:
-    """Tensors by name, readable while `files` is open."""
-
-    def read(name: str) -> ByteSource:
-        with checkpoint.open_tensor(name, files) as source:
-            return source  # holds no file between reads
-
-    return read
-
-
-def _torch_tensors(checkpoint: Checkpoint, files: OpenFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, stored in checkpoint.tensors.items():
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
-        with checkpoint.open_tensor(name, files) as source:
-            source.read_into(0, memoryview(data.numpy()))
-        yield name, data.view(TORCH_DTYPES[stored.dtype]).reshape(torch_shape(stored.dtype, stored.shape))

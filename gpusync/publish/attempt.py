@@ -102,7 +102,9 @@ class Attempt:
         )
 
     def close(self) -> None:
-        """Let go of the files of an older state."""
+        """Let go of the files of an older state, and of this attempt's own."""
+        if self._shards is not None:
+            self._shards.close()
         if self._older is not None:
             self._older.close()
 
@@ -218,6 +220,8 @@ class Attempt:
                 shards.flush()
             if shards.files:
                 self._run_hook()
+            # Each rank its own: another's files may become visible here late.
+            shards.check()
             return Written(
                 files=shards.files,
                 weight_map=shards.weight_map,

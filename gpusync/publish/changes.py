@@ -55,6 +55,11 @@ def find_change(old: U8 | Payload, new: U8 | Payload, *, keep: bool) -> Change:
     return found.change(new)
 
 
+def differs(old: U8 | Payload, new: U8 | Payload) -> bool:
+    """Whether two states of one length differ; looks no further than to the first window that does."""
+    return any(not np.array_equal(before, after) for _, before, after in paired_windows(old, new, nbytes=new.nbytes))
+
+
 def read_whole(data: U8 | Payload) -> U8:
     """All bytes: the array itself, or a new one that was read."""
     if isinstance(data, np.ndarray):

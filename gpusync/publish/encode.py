@@ -9,7 +9,7 @@ from gpusync.codec import U8, Payload, choose_gf01, encode_overwrite, encode_xor
 from gpusync.codec.windows import iterate_windows
 from gpusync.digest import new_digest, payload_checksum
 from gpusync.errors import LayoutError, PublishError, Where
-from gpusync.publish.changes import Change, find_change, read_whole
+from gpusync.publish.changes import Change, differs, find_change, read_whole
 from gpusync.publish.report import Stopwatch
 from gpusync.publish.snapshot import Snapshot
 from gpusync.publish.tensors import Offer, TensorForm
@@ -84,7 +84,8 @@ class TensorEncoder:
             newest = self.snapshot.open(offer.name)
             old = self._open_base(offer.name, newest)
         with self.watch.stage("compare"):
-            change = self._compare(offer, newest, new)
+            new = self._pin(offer, newest, new)
+            change = Change(changed_bytes=0) if new is newest else self._compare(offer, newest, new)
             changed_bytes = (change if old is newest else self._compare(offer, old, new, keep=False)).changed_bytes
         if self.encoding is None:
             encoded = self._encode_full(offer, new)
@@ -143,6 +144,17 @@ class TensorEncoder:
     def _read(self, offer: Offer) -> U8 | Payload:
         return read_whole(offer.data) if offer.form.nbytes <= WHOLE_BYTES else offer.data
 
+    def _pin(self, offer: Offer, newest: U8 | Payload | None, new: U8 | Payload) -> U8 | Payload:
+        """The state that is published: one that nobody changes any more, so that the comparison, the checksum, the
+        payload and the snapshot all speak of the same bytes while a trainer runs on. Borrowed memory is copied, but not
+        where it is found to be as in the newest version, which is then taken instead.
+        """
+        if not offer.borrowed:
+            return new
+        if self.encoding is not None and newest is not None and not differs(newest, new):
+            return newest
+        return read_whole(new).copy()
+
     def _open_base(self, name: str, newest: U8 | Payload | None) -> U8 | Payload | None:
         """The state that the payload is made against. A tensor that no reader holds is not in an older base either."""
         if self.base is self.snapshot or self.snapshot.lacks(name):
@@ -158,8 +170,7 @@ class TensorEncoder:
         keep = self.snapshot.keeps if keep is None else keep
         if old is not None:
             return find_change(old, new, keep=keep)
-        # A copy: what is offered is the caller's, and changes before the next publish.
-        whole = read_whole(new).copy() if keep else None
+        whole = read_whole(new) if keep else None
         return Change(changed_bytes=0 if self.encoding is not None else offer.form.nbytes, whole=whole)
 
     def _encode_full(self, offer: Offer, new: U8 | Payload) -> Encoded:

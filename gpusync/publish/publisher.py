@@ -122,8 +122,12 @@ class Publisher:
         A tensor that the readers' checkpoint does not have is left out, with a warning: `publish_full` adds it. If it
         has none of those offered, that is an error.
 
+        A tensor that changes while it is published may be published as a mixture of both states, which every reader
+        gets alike; the next publish makes it good.
+
         On return the version is durable. On any error nothing is visible and the same can be tried again: PublishError
-        (taken version, nothing to make a delta against, a wrong base, write failure, different bytes on two ranks ...),
+        (taken version, another publisher that seems to write it, nothing to make a delta against, a wrong base, write
+        failure, different bytes on two ranks ...),
         LayoutError (a tensor of another form than the readers hold), ChainError (a `base_version` that cannot be read
         back), HookError; PeerFailedError on the ranks that were not at fault. What an iterator raises is raised as it
         is. There is one exception: if the hook fails after the index, and the filesystem does not let the index be

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from gpusync.errors import PublishError
 from gpusync.publish.encode import Stored
-from gpusync.stream import METADATA_KEY, ShardEntry, SourceFile, read_header, remove_file, write_shard
+from gpusync.publish.writers import QUIET_SECONDS, begin_attempt, end_attempt, may_be_under_way
+from gpusync.stream import INDEX_NAME, METADATA_KEY, ShardEntry, SourceFile, read_header, remove_file, write_shard
 
-_SHARD = r"(?:delta|model)-([0-9]{5})-of-[0-9]{5}-[0-9a-f]{12}-[0-9]{5}\.safetensors"
+# A token of 12 digits, which says nothing, is that of an earlier release.
+_SHARD = r"(?:delta|model)-([0-9]{5})-of-[0-9]{5}-([0-9a-f]{24}|[0-9a-f]{12})-[0-9]{5}\.safetensors"
 # Also under the temporary name that a writer which died left.
 _OWN_NAME = re.compile(rf"\.?{_SHARD}(?:\.[0-9a-f]+\.tmp)?")
 _ALIGNMENT = 8
@@ -28,7 +29,8 @@ _FULL_METADATA = {"format": "pt"}
 class ShardSet:
     """Collects what is to be written and writes it, a shard whenever `shard_bytes` have come together.
 
-    Holds at most `shard_bytes` and one tensor. After an error, and after `remove`, it is of no further use.
+    Holds at most `shard_bytes` and one tensor. After an error, and after `remove`, it is of no further use. Until
+    `close` no publisher of this host takes its files for left over.
     """
 
     def __init__(self, directory: Path, *, is_full: bool, rank: int, size: int, shard_bytes: int) -> None:
@@ -36,7 +38,10 @@ class ShardSet:
         self.files: dict[str, int] = {}
         self.weight_map: dict[str, str] = {}
         self.payload_checksums: dict[str, str] = {}
-        self._stem = f"{'model' if is_full else 'delta'}-{rank:05d}-of-{size:05d}-{secrets.token_hex(6)}"
+        self._rank = rank
+        self._size = size
+        self._attempt = begin_attempt()
+        self._stem = f"{'model' if is_full else 'delta'}-{rank:05d}-of-{size:05d}-{self._attempt}"
         self._metadata = _FULL_METADATA if is_full else {}
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Stored] = {}
@@ -74,6 +79,30 @@ class ShardSet:
                 del self.weight_map[name]
                 del self.payload_checksums[name]
             self._write(rest)
+
+    def check(self) -> None:
+        """Raises PublishError unless every shard is there as it was written, and nobody else writes this version.
+
+        Of two publishers at once, each of which writes first and looks then, one at least sees the other.
+        """
+        for file, nbytes in self.files.items():
+            path = self.directory / file
+            try:
+                found = os.stat(path, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                raise PublishError("a shard is gone: another publisher writes this version", path=path) from None
+            except OSError as error:
+                raise PublishError(f"cannot look at a shard: {error.strerror}", path=path) from error
+            if found != nbytes:
+                what = "a shard is not as it was written: another publisher writes this version"
+                raise PublishError(what, path=path, expected=nbytes, found=found)
+        for name, attempt in _list_attempts(self.directory, rank=self._rank, size=self._size):
+            if attempt != self._attempt and may_be_under_way(attempt, self.directory / name):
+                raise _rival(self.directory / name)
+
+    def close(self) -> None:
+        """The attempt is over, whatever became of it."""
+        end_attempt(self._attempt)
 
     def remove(self) -> None:
         """Remove every file of this attempt, as far as the filesystem lets it."""
@@ -114,20 +143,49 @@ class ShardSet:
 def remove_leftovers(directory: Path, *, rank: int, size: int) -> list[str]:
     """Remove what earlier attempts of this rank left in an unpublished version directory; returns what would not go.
 
-    Rank 0 answers for ranks that are no more. Raises PublishError, on rank 0, for a shard that none of our publishers
-    wrote: slime's receiver would apply it with ours.
+    Rank 0 answers for ranks that are no more. Raises PublishError, with nothing removed: for files of an attempt that
+    may be under way; for a version that has been published; on rank 0, for a shard that none of our publishers wrote:
+    slime's receiver would apply it with ours.
     """
-    stubborn = []
-    for name in sorted(os.listdir(directory)):
-        match = _OWN_NAME.fullmatch(name)
-        if match is not None and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= size)):
-            if not remove_file(directory / name):
-                stubborn.append(name)
-        elif match is None and rank == 0 and name.endswith(".safetensors"):
+    attempts = list(_list_attempts(directory, rank=rank, size=size))
+    for name, attempt in attempts:
+        if may_be_under_way(attempt, directory / name):
+            raise _rival(directory / name)
+    # Last, so that whatever ended meanwhile has ended with its index or without one.
+    names = _list(directory)
+    if INDEX_NAME in names:
+        raise PublishError("the version was just published by another publisher", path=directory / INDEX_NAME)
+    for name in names:
+        if rank == 0 and name.endswith(".safetensors") and not is_own_file(name):
             raise PublishError(
                 "the unpublished version directory holds a shard of another writer", path=directory / name
             )
-    return stubborn
+    return [name for name, _ in attempts if not remove_file(directory / name)]
+
+
+def _list_attempts(directory: Path, *, rank: int, size: int) -> Iterator[tuple[str, str]]:
+    """The files that this rank answers for, and the attempts they are of."""
+    for name in _list(directory):
+        match = _OWN_NAME.fullmatch(name)
+        if match is not None and (int(match[1]) == rank or (rank == 0 and int(match[1]) >= size)):
+            yield name, match[2]
+
+
+def _list(directory: Path) -> list[str]:
+    """An object store's directory may be there only once it has a file."""
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise PublishError(f"cannot list the version directory: {error.strerror}", path=directory) from error
+
+
+def _rival(path: Path) -> PublishError:
+    return PublishError(
+        f"another publisher seems to write this version: it lives, or wrote within {QUIET_SECONDS:g} s on another host",
+        path=path,
+    )
 
 
 def is_own_file(name: str) -> bool:

@@ -77,11 +77,15 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One tensor offered for publishing. `data` is u8, 1-D, or can be read; it is not written to."""
+    """One tensor offered for publishing. `data` is u8, 1-D, or can be read; it is not written to.
+
+    `borrowed`: it is memory of the caller's, who may write to it at any time.
+    """
 
     name: str
     form: TensorForm
     data: U8 | Payload
+    borrowed: bool = False
 
 
 class CheckpointTensors(Mapping[str, FileTensor]):
@@ -146,7 +150,7 @@ def make_offer(name: str, tensor: object, *, copy: bool) -> Offer:
         return Offer(name=name, form=tensor.form, data=tensor.source)
     if isinstance(tensor, StoredBytes):
         data = np.frombuffer(tensor.data, np.uint8) if len(tensor.data) else np.empty(0, np.uint8)
-        return _offer(name, tensor.dtype, tensor.shape, data.copy() if copy else data)
+        return _offer(name, tensor.dtype, tensor.shape, data, borrowed=True, copy=copy)
     if isinstance(tensor, (np.ndarray, np.generic)):
         return _offer_numpy(name, np.asarray(tensor), copy=copy)
     torch = sys.modules.get("torch")
@@ -171,13 +175,15 @@ def _check_name(name: object) -> None:
         raise PublishError("a tensor cannot be named so", tensor=name)
 
 
-def _offer(name: str, dtype: str, shape: Iterable[int], data: U8) -> Offer:
+def _offer(name: str, dtype: str, shape: Iterable[int], data: U8, *, borrowed: bool, copy: bool) -> Offer:
     form = TensorForm(dtype=dtype, shape=tuple(int(size) for size in shape), nbytes=data.size)
     bits = DTYPE_BITS.get(dtype)
     if bits is not None and math.prod(form.shape) * bits != data.size * 8:
         expected = f"{math.prod(form.shape) * bits / 8:g} bytes for {form}"
         raise PublishError("bytes do not make up the tensor", tensor=name, expected=expected, found=data.size)
-    return Offer(name=name, form=form, data=data)
+    if borrowed and copy:
+        return Offer(name=name, form=form, data=data.copy())
+    return Offer(name=name, form=form, data=data, borrowed=borrowed)
 
 
 def _offer_numpy(name: str, array: np.ndarray[Any, np.dtype[Any]], *, copy: bool) -> Offer:
@@ -185,7 +191,7 @@ def _offer_numpy(name: str, array: np.ndarray[Any, np.dtype[Any]], *, copy: bool
     swapped = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
     stored = np.ascontiguousarray(swapped)
     data = stored.reshape(-1).view(np.uint8)
-    return _offer(name, dtype, array.shape, data.copy() if copy and np.may_share_memory(stored, array) else data)
+    return _offer(name, dtype, array.shape, data, borrowed=np.may_share_memory(stored, array), copy=copy)
 
 
 def _offer_torch(name: str, tensor: Any, *, copy: bool, torch: Any) -> Offer:
@@ -202,7 +208,7 @@ def _offer_torch(name: str, tensor: Any, *, copy: bool, torch: Any) -> Offer:
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy()
     borrowed = tensor.device.type == "cpu" and host.data_ptr() == tensor.data_ptr()
-    return _offer(name, dtype, shape, data.copy() if copy and borrowed else data)
+    return _offer(name, dtype, shape, data, borrowed=borrowed, copy=copy)
 
 
 def _safetensors_dtype(name: str, dtype: str) -> str:

@@ -159,7 +159,9 @@ def test_what_an_attempt_left_that_was_killed_is_removed(site, offer, monkeypatc
     directory = site.source / "weight_v000001"
     left = set(os.listdir(directory))
     assert len(left) == 6
-    (directory / ".delta-00003-of-00004-0123456789ab-00001.safetensors.0123456789ab.tmp").write_bytes(b"half")
+    half = directory / ".delta-00003-of-00004-0123456789ab-00001.safetensors.0123456789ab.tmp"
+    half.write_bytes(b"half")
+    os.utime(half, (0, 0))
     with pytest.raises(VersionMissingError):
         read_version(site.source, 1)
     after = changed(site.state, 2)
@@ -174,6 +176,7 @@ def test_what_cannot_be_removed_is_told(site, offer, monkeypatch):
     directory.mkdir()
     name = "delta-00000-of-00001-0123456789ab-00001.safetensors"
     (directory / name).write_bytes(b"left")
+    os.utime(directory / name, (0, 0))
     with monkeypatch.context() as patched:
         patched.setattr(gpusync.publish.shards, "remove_file", lambda path: False)
         report = Publisher(site.source, base_dir=site.base).publish(offer(changed(site.state, 1)))

@@ -118,6 +118,7 @@ def test_leftovers_are_a_ranks_own(tmp_path, rank, size, gone):
             names[f".{name}.0123456789ab.tmp"] = writer
     for name in [*names, "config.json", "notes.txt"]:
         (tmp_path / name).write_bytes(b"1")
+        os.utime(tmp_path / name, (0, 0))
     assert remove_leftovers(tmp_path, rank=rank, size=size) == []
     left = {name for name, writer in names.items() if writer not in gone} | {"config.json", "notes.txt"}
     assert set(os.listdir(tmp_path)) == left

@@ -4,52 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from gpusync.errors import ChainError, DigestMismatchError, RefusedError
-from gpusync.layout import DerivedRegistry
 from gpusync.sync import WeightSync
-from support.checkpoints import State, Tensor, read_state, write_checkpoint
-from support.models import ModelConfig, TinyModel, fresh_load, make_state, specs_of, tensor_bytes
+from support.checkpoints import read_state, write_checkpoint
+from support.engines import as_state, as_tensors, derived, step
+from support.models import ModelConfig, TinyModel, fresh_load, make_state
 from support.models_apply import assert_same
-from support.models_layers import Mla, Ranks
+from support.models_layers import Ranks
 from support.slime import publish_delta, publish_full
 
 CONFIG = ModelConfig()
-
-
-def derived() -> DerivedRegistry:
-    registry = DerivedRegistry()
-    registry.register(Mla, lambda module: module.derive(), params=["kv_b_proj.*", "kv_b.*"])
-    return registry
-
-
-def as_state(tensors: dict[str, torch.Tensor]) -> State:
-    return {
-        name: Tensor(spec.dtype, spec.shape, tensor_bytes(tensors[name])) for name, spec in specs_of(tensors).items()
-    }
-
-
-def as_tensors(state: State, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.tensor(list(each.data), dtype=torch.uint8).view(like[name].dtype).reshape(like[name].shape)
-        for name, each in state.items()
-    }
-
-
-def step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The next state: a few elements of every tensor move by units in the last place."""
-    rng = np.random.default_rng(seed)
-    after = {}
-    for name, tensor in tensors.items():
-        data = tensor_bytes(tensor).view(f"u{tensor.element_size()}")
-        if data.size:
-            at = np.unique(rng.integers(0, data.size, max(1, data.size // 20)))
-            data[at] ^= rng.integers(1, 4, at.size).astype(data.dtype)
-        after[name] = torch.from_numpy(data.view(np.uint8)).view(tensor.dtype).reshape(tensor.shape)
-    return after
 
 
 class Engine:

@@ -13,31 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gpusync.errors import ChainError, GpusyncError, VersionMissingError
 from gpusync.mirror import io
-from support.checkpoints import State, tensor
 from support.powerloss import PowerCut, Recorder
-from support.streams import Stream, check_local, said_version, write_stream
+from support.streams import Stream, check_local, said_version, tiny_tensors, write_stream
 
 KINDS = ["xor", "overwrite", "full", "gpusync"]
 CASES = 500
 CASES_A_HISTORY = 20
 NEWEST = 5
 STEPS_OF_A_PULL = 140
-
-
-def tiny_tensors() -> State:
-    """A few pages, tensors that begin and end within one, some that share one."""
-    rng = np.random.default_rng(7)
-    return {
-        "a.weight": tensor(rng, "BF16", 90, 100),
-        "a.codes": tensor(rng, "F8_E4M3", 31, 17),
-        "b.weight": tensor(rng, "F32", 40, 50),
-        "b.scale": tensor(rng, "F32"),
-    }
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,10 @@ class Recorder:
     def go_on(self) -> None:
         self._left = None
 
+    @property
+    def stopped(self) -> bool:
+        return self._left == 0
+
     def report(self, what: object) -> None:
         """`what` has been told to a caller: it must hold from here on."""
         self.reports.append((len(self.log), what))

@@ -44,6 +44,17 @@ def few_tensors(seed: int = 0) -> State:
     }
 
 
+def tiny_tensors() -> State:
+    """A few pages, tensors that begin and end within one, some that share one."""
+    rng = np.random.default_rng(7)
+    return {
+        "a.weight": tensor(rng, "BF16", 90, 100),
+        "a.codes": tensor(rng, "F8_E4M3", 31, 17),
+        "b.weight": tensor(rng, "F32", 40, 50),
+        "b.scale": tensor(rng, "F32"),
+    }
+
+
 def write_stream(root: Path, kind: str, state: State, *, count: int, share: float = 0.01) -> Stream:
     """Versions 1 to `count`. `kind`: "xor", "overwrite", "gpusync", or "full" (xor, and a full version before last)."""
     base, source = write_checkpoint(root / "base", state), root / "stream"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import sys
@@ -225,9 +226,12 @@ def memory(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def a_rank_is_gone(rank: int, size: int) -> dict[str, Any]:
-    """Not among the scenes: there is no group after it."""
+def a_rank_is_gone(rank: int, size: int, place: Path) -> dict[str, Any]:
+    """Not among the scenes: there is no group after it. Nobody may be in the barrier still when a rank leaves."""
+    (place / f"through.{rank}").touch()
     if rank == size - 1:
+        while len(list(place.glob("through.*"))) < size:
+            time.sleep(0.01)
         os._exit(0)
     data = random_bytes(8, 4000)
     return outcome(lambda: digest("xxh3-128", data, share_out("rows", 4000, size, seed=2), rank)[0])
@@ -253,7 +257,8 @@ def main() -> None:
         world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
-    for name, play in [*SCENES.items(), ("a_rank_is_gone", a_rank_is_gone)]:
+    gone = functools.partial(a_rank_is_gone, place=place)
+    for name, play in [*SCENES.items(), ("a_rank_is_gone", gone)]:
         dist.barrier()
         start = time.perf_counter()
         seen = play(rank, size)

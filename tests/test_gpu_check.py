@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="torch is not installed")
 
 
 @pytest.fixture

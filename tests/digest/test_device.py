@@ -14,7 +14,7 @@ from owners import pieces_of, random_bytes, share_out
 
 from gpusync.digest import ReplicaMismatchError, ShardedTensor, combine, digest_of, partial, sharded_digests
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def test_the_device_path_is_exact_under_the_interpreter():
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
     command = [
         sys.executable,
         "-m",

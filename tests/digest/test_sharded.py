@@ -80,7 +80,7 @@ def test_any_ownership(data):
 
 
 def test_pieces_may_be_of_any_dtype_and_from_torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     words = np.arange(3000, dtype=np.uint16)
     parts = [
         (0, torch.from_numpy(words[:500].view(np.int16).copy()).view(torch.bfloat16)),

@@ -73,7 +73,7 @@ def test_sums_of_any_table(place, table, phase):
 @FEW
 @given(tables(), st.lists(st.integers(0, 400), unique=True, max_size=80), st.booleans())
 def test_words_of_any_table(place, table, positions, wide):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     table = spread(table)
     rng = np.random.default_rng(len(positions))
     live, words = [random_bytes(rng, n) for n in extent(table, "dst")], random_bytes(rng, len(positions))

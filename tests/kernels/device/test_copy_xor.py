@@ -57,7 +57,7 @@ def test_several_tensors_and_their_way_back(operation, place):
 @pytest.mark.parametrize("operation", [copy_segments, xor_segments])
 def test_offsets_beyond_4_gib(operation, device):
     """Rows 2**31 + 16 bytes apart, in a buffer of which only a few pages are ever touched."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     stride, rows, row_bytes = (1 << 31) + 16, 3, 80
     nbytes = (rows - 1) * stride + row_bytes + 64
     sparse = (
@@ -88,7 +88,7 @@ def test_offsets_beyond_4_gib(operation, device):
 
 def test_a_flat_segment_beyond_4_gib(device):
     """The tile at 2**32 of one contiguous segment of 5 GiB, alone: its programs start 2**18 tiles late."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     from gpusync_kernels.device.launch import launch, upload
     from gpusync_kernels.device.xor import _xor_kernel
     from gpusync_kernels.segments import merge_rows

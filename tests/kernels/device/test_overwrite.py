@@ -70,7 +70,7 @@ def changes(rng, element_bytes, position_dtype):
 
 
 def on(place, change):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     wide = torch.int64 if change.positions.itemsize == 8 else torch.int32
     return Change(
         source=change.source,
@@ -143,7 +143,7 @@ def test_positions_beyond_4_gib(first_element, place):
     buffer = place(live)
     there = Change(
         source=0,
-        positions=place(positions).view(pytest.importorskip("torch").int32),
+        positions=place(positions).view(pytest.importorskip("torch", reason="torch is not installed").int32),
         words=place(words),
         first_element=first_element,
     )

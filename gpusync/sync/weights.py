@@ -43,8 +43,8 @@ class WeightSync:
     """One per rank, on every rank of `group` (None: this process alone).
 
     `load_weights` is the engine's own, of `model` as it serves; where that does more than copy, `twin` is a second
-    model, not loaded and never used again, and `load_weights` is the twin's. `reload(directory)` is the engine's
-    ordinary reload; by default the tensors of the directory go through `load_weights`, which must be the model's then.
+    model, not loaded and never used again, and `load_weights` is the twin's. `layout`, if it is given, was traced before
+    for a checkpoint like the base, and no loader is run here. `reload(directory)` is the engine's ordinary reload; by default the tensors of the directory go through `load_weights`, which must be the model's then.
     `derived` holds the functions that recompute what the engine made of params. `verify`: whether live bytes are
     compared again after a commit. Every wait ends after `timeout` seconds.
 
@@ -62,6 +62,7 @@ class WeightSync:
         source_dir: str | os.PathLike[str],
         group: Any | None = None,
         twin: torch.nn.Module | None = None,
+        layout: LayoutMap | None = None,
         reload: Callable[[Path], object] | None = None,
         derived: DerivedRegistry = DERIVED,
         verify: Verify = "before+after",
@@ -72,6 +73,7 @@ class WeightSync:
         workers: int | None = None,
     ) -> None:
         self._model, self._twin, self._load_weights, self._derived = model, twin, load_weights, derived
+        self._traced = layout
         self._reload = self._load_directory if reload is None else reload
         self._sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
         self._local = Path(local_checkpoint_dir)
@@ -110,6 +112,11 @@ class WeightSync:
                 "only the leader of a host knows what is durable there", found=f"rank {self._group.rank}"
             )
         return self._mirror.status().durable_version
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What waits for its commit."""
+        return self._prepared
 
     def pull(self, target: int) -> SyncReport:
         """`prepare`, then `commit`."""
@@ -167,6 +174,18 @@ class WeightSync:
         if self._mirror is not None:
             self._mirror.release(pending.version)
 
+    def flush(self, timeout: float) -> None:
+        """Drop what is prepared here, and wait until the local checkpoint's files are at the durable version: an
+        ordinary reload reads no old file then. A collective."""
+        self.abort()
+        transaction = self._group.begin("flush", timeout_s=timeout)
+
+        def fold() -> None:
+            if self._mirror is not None:
+                self._mirror.flush(timeout)
+
+        self._step("folding the local checkpoint", fold, transaction, "flush")
+
     def close(self) -> None:
         self.abort()
         if self._mirror is not None:
@@ -177,8 +196,10 @@ class WeightSync:
 
     def _trace(self) -> None:
         base = self._sources.read_base()
-        traced = self._model if self._twin is None else self._twin
-        layout = trace(traced, self._load_weights, base.tensors, derived=self._derived, is_twin=self._twin is not None)
+        layout = self._traced
+        if layout is None:
+            traced, is_twin = (self._model, False) if self._twin is None else (self._twin, True)
+            layout = trace(traced, self._load_weights, base.tensors, derived=self._derived, is_twin=is_twin)
         self._tensors = base.tensors
         self._params = named_tensors(self._model)
         self._layout: LayoutMap = attach(layout, self._params)[0]

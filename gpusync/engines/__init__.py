@@ -1,2 +1,1 @@
-"""Adapters: what of an engine gpusync hooks into, one package for each engine. An engine is imported only when its
-adapter is called."""
+"""Engines whose live weights follow a stream, one module each. Nothing is imported until one of them is asked for."""

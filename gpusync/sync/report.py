@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from gpusync.plan import Applied, Plan
 from gpusync.store.rank import PreparedUpdate
@@ -30,6 +30,12 @@ class SyncReport:
     exchanged_bytes: int = 0
     bytes_by_class: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON has."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {"chain": list(self.chain), "bytes_by_class": dict(self.bytes_by_class), "seconds": dict(self.seconds)}
+        return {**told, **plain}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -118,6 +118,11 @@ class WeightSync:
         """What waits for its commit."""
         return self._prepared
 
+    @property
+    def in_doubt(self) -> str | None:
+        """Why this rank does not know what is live: it must not serve."""
+        return None if self._doubt is None else f"the decision on version {self._doubt[0].version} is not known"
+
     def pull(self, target: int) -> SyncReport:
         """`prepare`, then `commit`."""
         return self.commit(self.prepare(target))

@@ -1,7 +1,7 @@
 """The environment in which tests run a real sglang server on a CPU: made once, kept outside the clone.
 
-sglang's wheel demands CUDA builds that are of no use here. So its other requirements are installed beside a CPU build of
-torch, and then the wheel alone. `python tests/engines/sglang_environment.py` makes the environment and prints its
+sglang's wheel demands CUDA builds that are of no use here. So its other requirements are installed beside a CPU build
+of torch, and then the wheel alone. `python tests/engines/sglang_environment.py` makes the environment and prints its
 Python; `find_python` only looks. It lies in a cache under a digest of everything that goes into it.
 """
 

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,10 +92,8 @@ class SglangServer:
 
     def kill(self) -> None:
         """SIGKILL for the server and all its ranks."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def get(self, path: str, *, timeout_s: float = 60) -> Reply:

@@ -37,8 +37,8 @@ def _absorbed(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_understood(module: Any) -> bool:
-    held = [getattr(module, name, None) for name in ("w_kc", "w_vc")]
-    weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+    held: list[Any] = [getattr(module, name, None) for name in ("w_kc", "w_vc")]
+    weight: Any = getattr(getattr(module, "kv_b_proj", None), "weight", None)
     if not all(isinstance(each, torch.Tensor) for each in (*held, weight)):
         return False
     if not all(hasattr(module, name) for name in ("qk_nope_head_dim", "v_head_dim")):

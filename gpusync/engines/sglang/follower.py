@@ -1,5 +1,6 @@
-"""One rank's weights and the stream that they follow: a `WeightSync`, made when the first request names directories, and
-made anew when something else has changed the weights: attaching finds out, by every byte, which version is live."""
+"""One rank's weights and the stream that they follow: a `WeightSync`, made when the first request names directories,
+and made anew when something else has changed the weights: attaching finds out, by every byte, which version is live.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ from gpusync.engines.sglang.settings import Settings
 from gpusync.errors import GpusyncError, RefusedError
 from gpusync.layout import DERIVED, LayoutMap, attach, named_tensors
 from gpusync.stream import read_checkpoint
-from gpusync.sync import Prepared, SyncReport, WeightSync
+from gpusync.sync import SyncReport, WeightSync
 
 Reload = Callable[[Path], object]
+SHOWN_OPAQUE = 8
 
 
 class Follower:
-    """Called by one thread at a time. `status` is what may be told at any time: it is replaced, never changed."""
+    """Called by one thread at a time. `status` may be read at any time: it is replaced, never changed."""
+
+    status: Mapping[str, Any]
 
     def __init__(
         self, model: torch.nn.Module, layout: LayoutMap, *, base_dir: Path, group: Any, settings: Settings
@@ -29,10 +33,10 @@ class Follower:
         self._model, self._layout, self._base_dir = model, layout, base_dir
         self._group, self._settings = group, settings
         self._sync: WeightSync | None = None
-        self._directories: tuple[Path, Path] | None = None
-        self._forgotten: str | None = "nothing was pulled yet"
+        self._source: Path | None = None
+        self._local: Path | None = None
+        self._unknown: str | None = "nothing was pulled yet"
         self._reload: Reload = _no_reload
-        self.status: Mapping[str, Any] = {}
         self._tell()
 
     @classmethod
@@ -42,39 +46,36 @@ class Follower:
         base_dir = resolve_base(every)
         for _, runner in every:
             register_absorbed(runner.model, DERIVED)
-        tensors = read_checkpoint(base_dir, follow_links=True).tensors
-        model, layout = trace_runners(every, tensors)
+        model, layout = trace_runners(every, read_checkpoint(base_dir, follow_links=True).tensors)
         return cls(model, layout, base_dir=base_dir, group=group, settings=settings)
 
     @property
     def facts(self) -> dict[str, Any]:
+        """What is known before anything was pulled."""
         bound, _ = attach(self._layout, named_tensors(self._model))
-        opaque = {name: p.reason for name, p in bound.placements.items() if p.reason is not None}
-        return {
-            "base_dir": str(self._base_dir),
-            "bytes_by_class": bound.bytes_by_class(),
-            "opaque": dict(list(opaque.items())[:8]),
-        }
+        opaque = {name: placed.reason for name, placed in bound.placements.items() if placed.reason is not None}
+        shown = dict(list(opaque.items())[:SHOWN_OPAQUE])
+        return {"base_dir": str(self._base_dir), "bytes_by_class": bound.bytes_by_class(), "opaque": shown}
 
     def prepare(self, version: int, *, source_dir: Path, local_checkpoint_dir: Path) -> str:
         """A collective. Returns, in words, what waits for its commit."""
         try:
-            prepared = self._attached(source_dir, local_checkpoint_dir).prepare(version)
+            report = self._attached(source_dir, local_checkpoint_dir.resolve()).prepare(version).report
         finally:
             self._tell()
-        report = prepared.report
+        self._tell(report)
         return f"version {version} is prepared; its commit: {report.commit_path} ({report.reason})"
 
-    def would_commit(self, directory: str, weight_version: str | None) -> tuple[bool, str]:
-        """Whether a reload from `directory`, named `weight_version`, is the commit of what is prepared; and why not."""
-        if self._sync is None or self._directories is None or self._sync.prepared is None:
-            return False, "nothing is prepared"
-        if Path(directory).resolve() != self._directories[1]:
-            return False, "it is not the local checkpoint that is followed"
+    def why_no_commit(self, directory: str, weight_version: str | None) -> str | None:
+        """Why a reload from `directory`, named `weight_version`, is not the commit of what is prepared."""
+        if self._sync is None or self._sync.prepared is None:
+            return "nothing is prepared"
+        if Path(directory).resolve() != self._local:
+            return "it is not the local checkpoint that is followed"
         prepared = self._sync.prepared.version
         if weight_version is not None and weight_version != str(prepared):
-            return False, f"it is named {weight_version!r}, and version {prepared} is prepared"
-        return True, ""
+            return f"it is named {weight_version!r}, and version {prepared} is prepared"
+        return None
 
     def commit(self, reload: Reload) -> SyncReport:
         """A collective, with the model at rest. `reload` is the engine's ordinary one, which a version may need."""
@@ -83,85 +84,90 @@ class Follower:
             raise RefusedError("nothing is prepared")
         self._reload = reload
         try:
-            return sync.commit(sync.prepared)
+            report = sync.commit(sync.prepared)
         finally:
             self._reload = _no_reload
+            if sync.version is None and sync.in_doubt is None:
+                self._unknown = "a commit failed, and so did undoing it"
             self._tell()
+        self._tell(report)
+        return report
 
     def abort(self, version: int | None) -> str:
         prepared = None if self._sync is None else self._sync.prepared
         if self._sync is None or prepared is None or version not in (None, prepared.version):
-            return "nothing to drop" if version is None else f"version {version} is not prepared"
+            return "nothing is prepared" if version is None else f"version {version} is not prepared"
         self._sync.abort()
         self._tell()
         return f"version {prepared.version} is no longer prepared"
 
     def before_reload(self, directory: str) -> None:
-        """An ordinary reload comes: if it reads the local checkpoint, its files are brought up to date first."""
-        if self._sync is not None and self._directories is not None:
-            if Path(directory).resolve() == self._directories[1]:
-                self._sync.flush(self._settings.timeout_s)
-            else:
-                self._sync.abort()
+        """An ordinary reload comes. Where it reads the local checkpoint, its files are brought up to date first: a
+        collective."""
+        if self._sync is not None and Path(directory).resolve() == self._local:
+            self._sync.flush(self._settings.timeout_s)
 
     def forget(self, reason: str) -> None:
-        """Something else has changed the weights, or will. The next prepare finds out what is live."""
+        """Something else changes the weights. The next prepare finds out what is live then."""
         if self._sync is not None:
             self._sync.abort()
-        self._forgotten = reason
+            self._unknown = reason
         self._tell()
 
-    def _attached(self, source_dir: Path, local_checkpoint_dir: Path) -> WeightSync:
-        directories = (source_dir, local_checkpoint_dir.resolve())
-        if self._sync is not None and self._forgotten is None and directories == self._directories:
+    def _attached(self, source: Path, local: Path) -> WeightSync:
+        if self._sync is not None and self._unknown is None and (source, local) == (self._source, self._local):
             return self._sync
         self._close()
         self._sync = WeightSync(
             self._model,
             load_weights=_no_loader,
             layout=self._layout,
-            reload=lambda directory: self._reload(directory),
+            reload=self._run_reload,
             base_dir=self._base_dir,
-            local_checkpoint_dir=local_checkpoint_dir,
-            source_dir=source_dir,
+            local_checkpoint_dir=local,
+            source_dir=source,
             group=self._group,
             timeout=self._settings.timeout_s,
             visibility_timeout=self._settings.visibility_timeout_s,
             pre_read_hook=self._settings.pre_read_hook,
         )
-        self._directories, self._forgotten = directories, None
+        self._source, self._local, self._unknown = source, local, None
         return self._sync
 
+    def _run_reload(self, directory: Path) -> None:
+        self._reload(directory)
+
     def _close(self) -> None:
-        sync, self._sync, self._directories = self._sync, None, None
+        sync, self._sync = self._sync, None
         if sync is not None:
             sync.close()
 
-    def _tell(self) -> None:
+    def _tell(self, report: SyncReport | None = None) -> None:
         sync = self._sync
-        prepared: Prepared | None = None if sync is None else sync.prepared
-        known = sync is not None and self._forgotten is None
+        prepared = None if sync is None else sync.prepared
         self.status = {
-            "live": sync.version if known and sync is not None else None,
+            "live": None if sync is None or self._unknown is not None else sync.version,
+            "unknown_because": self._unknown,
             "durable": _durable(sync),
             "prepared": None if prepared is None else prepared.version,
             "commit_path": None if prepared is None else prepared.report.commit_path,
-            "unknown_because": self._forgotten,
-            "source_dir": None if self._directories is None else str(self._directories[0]),
-            "local_checkpoint_dir": None if self._directories is None else str(self._directories[1]),
+            "in_doubt": None if sync is None else sync.in_doubt,
+            "source_dir": None if self._source is None else str(self._source),
+            "local_checkpoint_dir": None if self._local is None else str(self._local),
+            "report": {} if report is None else report.as_dict(),
         }
 
 
 def _durable(sync: WeightSync | None) -> int | None:
     try:
         return None if sync is None else sync.durable_version
-    except GpusyncError:
-        return None  # this rank does not lead its host
+    except RefusedError:
+        return None  # known to the leader of a host alone
 
 
 def _no_reload(directory: Path) -> None:
-    raise GpusyncError("the engine's reload is only to be had inside its own update", path=directory)
+    raise GpusyncError("the engine's reload is to be had only inside its own update", path=directory)
 
 
-def _no_loader(weights: object) -> None:
+def _no_loader(_: object) -> None:
     raise GpusyncError("the layout was traced when the server started")

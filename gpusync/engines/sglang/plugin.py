@@ -52,9 +52,9 @@ def _start_rank(result: object, scheduler: Any, *_: object) -> None:
     from sglang.utils import TypeBasedDispatcher
 
     from gpusync.engines.sglang import messages
-    from gpusync.engines.sglang.rank import start_rank
+    from gpusync.engines.sglang.start import start_rank
 
-    rank = start_rank(scheduler, hooked=_is_hooked(scheduler))
+    rank = start_rank(scheduler, is_hooked=_is_hooked(scheduler))
     scheduler.gpusync_rank = rank
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [

@@ -11,6 +11,8 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
         if tensor is None:
             continue
         rotated = tensor.view(positions.numel(), -1, head_size)[..., :width]
-        first, second = rotated.float().chunk(2, -1) if is_neox else (rotated[..., ::2].float(), rotated[..., 1::2].float())
+        first, second = (
+            rotated.float().chunk(2, -1) if is_neox else (rotated[..., ::2].float(), rotated[..., 1::2].float())
+        )
         turned = (first * cos - second * sin, second * cos + first * sin)
         rotated.copy_(torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2))

@@ -1,1 +1,1 @@
-from ..functional import *  # noqa: F403
+from torchvision.transforms.functional import *  # noqa: F403

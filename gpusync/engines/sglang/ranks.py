@@ -1,0 +1,108 @@
+"""The ranks as the HTTP process sees them: over sglang's own sockets to its schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpusync.endpoint import Outcome, Status, Update, error_from_dict
+from gpusync.engines.sglang import messages
+from gpusync.errors import RefusedError
+
+Told = Mapping[str, Any]
+# A loop that is busy longer, say with a reload, is not asked again: nothing is known of it, and it is not ready.
+LOOK_S = 5.0
+
+
+class Ranks:
+    """An endpoint's `Backend`. `told` holds what each group of ranks (one, but for data parallelism) said of itself
+    last; a version counts where all of them have it."""
+
+    def __init__(self, get_manager: Callable[[], Any]) -> None:
+        self._get_manager = get_manager
+        self._looking: asyncio.Task[Sequence[Told]] | None = None
+        self.told: Sequence[Told] = ()
+
+    @property
+    def off(self) -> str | None:
+        """Why gpusync is off on this server."""
+        return next((str(each["off"]) for each in self.told if each.get("off") is not None), None)
+
+    async def prepare(self, update: Update) -> Outcome:
+        return await self._update(
+            "prepare",
+            version=update.target_version,
+            source_dir=str(update.source_dir),
+            local_checkpoint_dir=str(update.local_checkpoint_dir),
+        )
+
+    async def commit(self, version: int) -> Outcome:
+        """By sglang's own reload, which every rank turns into the commit: it waits for requests that run, unless they
+        are paused, and flushes the cache."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        status = await self.refresh()
+        if status.prepared != version:
+            if status.live == version:
+                return Outcome(message=f"version {version} is live already", status=status)
+            raise RefusedError("not what is prepared", version=version, expected=status.prepared)
+        directory = str(self.told[0]["local_checkpoint_dir"])
+        request = UpdateWeightFromDiskReqInput(model_path=directory, weight_version=str(version))
+        success, message, _ = await self._get_manager().update_weights_from_disk(request, None)
+        status = await self.refresh()
+        if not success:
+            raise RefusedError(message, version=version, found=f"live version {status.live}")
+        return Outcome(message=message, status=status, report=self._report())
+
+    async def abort(self, version: int | None) -> Outcome:
+        return await self._update("abort", version=version)
+
+    def status(self) -> Status:
+        live, durable, prepared = (self._common(name) for name in ("live", "durable", "prepared"))
+        doubts = [each["in_doubt"] for each in self.told if each.get("in_doubt") is not None]
+        return Status(
+            live=live,
+            durable=durable,
+            prepared=prepared,
+            commit_path=self._common("commit_path"),
+            in_doubt=doubts[0] if doubts else None,
+        )
+
+    def metrics(self) -> str:
+        return ""
+
+    async def refresh(self) -> Status:
+        """Ask the ranks where they are."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look())
+        try:
+            self.told = await asyncio.wait_for(asyncio.shield(self._looking), LOOK_S)
+        except asyncio.TimeoutError:
+            self.told = ()
+        return self.status()
+
+    async def _look(self) -> Sequence[Told]:
+        manager = self._get_manager()
+        manager.auto_create_handle_loop()
+        answers = await manager.gpusync_look_communicator(messages.build("GpusyncLookReqInput"))
+        return [messages.parse_told(answer) for answer in answers]
+
+    async def _update(self, action: str, **argument: object) -> Outcome:
+        manager = self._get_manager()
+        manager.auto_create_handle_loop()
+        request = messages.build("GpusyncUpdateReqInput", action=action, argument=argument)
+        answers = await manager.gpusync_update_communicator(request)
+        self.told = [messages.parse_told(answer) for answer in answers]
+        failed = next((each for each in self.told if not each["success"]), None)
+        if failed is not None:
+            raise error_from_dict(failed["error"])
+        return Outcome(message=str(self.told[0]["message"]), status=self.status(), report=self._report())
+
+    def _report(self) -> Mapping[str, object]:
+        report: Mapping[str, object] = self.told[0].get("report", {}) if self.told else {}
+        return report
+
+    def _common(self, name: str) -> Any:
+        values = [each.get(name) for each in self.told]
+        return values[0] if values and all(value == values[0] for value in values) else None

@@ -13,6 +13,7 @@ from gpusync.errors import RefusedError
 Told = Mapping[str, Any]
 # A loop that is busy longer, say with a reload, is not asked again: nothing is known of it, and it is not ready.
 LOOK_S = 5.0
+FLUSH_S = 10.0
 
 
 class Ranks:
@@ -49,11 +50,15 @@ class Ranks:
             raise RefusedError("not what is prepared", version=version, expected=status.prepared)
         directory = str(self.told[0]["local_checkpoint_dir"])
         request = UpdateWeightFromDiskReqInput(model_path=directory, weight_version=str(version))
-        success, message, _ = await self._get_manager().update_weights_from_disk(request, None)
+        manager = self._get_manager()
+        success, message, _ = await manager.update_weights_from_disk(request, None)
         status = await self.refresh()
+        if not success and status.live == version:
+            # A request that has just been answered still counts as running.
+            success = (await manager.flush_cache(timeout_s=FLUSH_S)).success
         if not success:
             raise RefusedError(message, version=version, found=f"live version {status.live}")
-        return Outcome(message=message, status=status, report=self._report())
+        return Outcome(message=f"version {version} is live", status=status, report=self._report())
 
     async def abort(self, version: int | None) -> Outcome:
         return await self._update("abort", version=version)

@@ -19,7 +19,8 @@ def read_engine(url: str) -> Facts:
     status, told = _get(url.rstrip("/") + ROUTE)
     facts: Facts = {"url": url, **_verdict(status, told)}
     groups = told.get("groups")
-    for number, group in enumerate(groups if isinstance(groups, list) else []):
+    groups = groups if isinstance(groups, list) else []
+    for number, group in enumerate(groups):
         prefix = "" if len(groups) == 1 else f"group_{number}_"
         facts |= {f"{prefix}{name}": _shown(value) for name, value in group.items() if value not in (None, {}, [])}
     return facts

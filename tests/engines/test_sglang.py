@@ -28,7 +28,8 @@ def server(
     sglang_python: Path, sglang_site: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SglangServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with SglangServer(sglang_python, reference.base, log=log, site=sglang_site, tp=2) as started:
+    env = {"GPUSYNC_VISIBILITY_TIMEOUT_S": "0.5"}
+    with SglangServer(sglang_python, reference.base, log=log, site=sglang_site, tp=2, env=env) as started:
         yield started
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpusync.endpoint import Outcome, Status, Update, error_from_dict
 from gpusync.engines.sglang import messages
+from gpusync.engines.sglang.metrics import Gauges
 from gpusync.errors import RefusedError
 
 Told = Mapping[str, Any]
@@ -20,8 +21,8 @@ class Ranks:
     """An endpoint's `Backend`. `told` holds what each group of ranks (one, but for data parallelism) said of itself
     last; a version counts where all of them have it."""
 
-    def __init__(self, get_manager: Callable[[], Any]) -> None:
-        self._get_manager = get_manager
+    def __init__(self, get_manager: Callable[[], Any], *, gauges: Gauges | None = None) -> None:
+        self._get_manager, self._gauges = get_manager, gauges
         self._looking: asyncio.Task[Sequence[Told]] | None = None
         self.told: Sequence[Told] = ()
 
@@ -85,7 +86,10 @@ class Ranks:
             self.told = await asyncio.wait_for(asyncio.shield(self._looking), LOOK_S)
         except asyncio.TimeoutError:
             self.told = ()
-        return self.status()
+        status = self.status()
+        if self._gauges is not None:
+            self._gauges.set(status, is_on=self.off is None)
+        return status
 
     async def _look(self) -> Sequence[Told]:
         manager = self._get_manager()

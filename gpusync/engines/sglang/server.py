@@ -7,6 +7,7 @@ from typing import Any
 
 from gpusync.endpoint import Defaults, HttpReply, HttpRequest, Roots, Routes, Service
 from gpusync.endpoint.routes import MAX_BODY_BYTES, json_reply, too_large
+from gpusync.engines.sglang.metrics import Gauges
 from gpusync.engines.sglang.ranks import Ranks
 from gpusync.engines.sglang.settings import Settings, read_settings
 
@@ -20,7 +21,7 @@ def mount(*_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    ranks = Ranks(lambda: http_server._global_state.tokenizer_manager)
+    ranks = Ranks(lambda: http_server._global_state.tokenizer_manager, gauges=Gauges())
     routes = make_routes(ranks, read_settings())
     table = http_server.app.router.routes
     for method, path in routes.handlers:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gpusync.plan import Applied, Plan
 from gpusync.store.rank import PreparedUpdate
@@ -30,6 +31,10 @@ class SyncReport:
     exchanged_bytes: int = 0
     bytes_by_class: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "chain": list(self.chain)}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -90,10 +90,6 @@ class Follower:
             "in_doubt": sync.in_doubt,
         }
 
-    def metrics(self) -> str:
-        report = None if self._sync is None else self._sync.report
-        return "" if report is None else report.prometheus_text()
-
     def close(self) -> None:
         sync, self._sync = self._sync, None
         if sync is not None:

@@ -10,7 +10,7 @@ from gpusync.endpoint import Defaults, Roots, Routes, Service
 from gpusync.endpoint.asgi import AsgiApp
 from gpusync.endpoint.server import bind, serve_until_stopped
 from gpusync.engines.agent.backend import AgentBackend, agent_routes
-from gpusync.engines.agent.settings import MARGIN_S, AgentSettings, Place
+from gpusync.engines.agent.settings import AgentSettings, Place
 from gpusync.engines.agent.workers import Workers
 
 STEPS = 3  # of one update, each of which may take the workers' time-out: start, prepare, commit
@@ -34,9 +34,8 @@ def serve(
     backend = AgentBackend(workers, place=place)
     try:
         backend.start()
-        service = Service(
-            backend, roots=roots, defaults=_defaults(place), timeout_s=STEPS * (settings.timeout_s + MARGIN_S)
-        )
+        timeout_s = STEPS * settings.answer_timeout_s
+        service = Service(backend, roots=roots, defaults=_defaults(place), timeout_s=timeout_s)
         app = AsgiApp(Routes(service, token=token, more=agent_routes(backend, service, roots)))
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}"

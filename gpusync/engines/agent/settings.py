@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-MARGIN_S = 30.0  # what a worker's own time-out is waited beyond: its answer says more than ours
+MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,11 @@ class AgentSettings:
     timeout_s: float = 600.0
     visibility_timeout_s: float = 60.0
     pre_read_hook: str | None = None
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """How long a worker is waited for: beyond its own time-out, since its answer says more than ours."""
+        return self.timeout_s + min(MARGIN_S, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,15 @@ import signal
 import threading
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from gpusync.endpoint import error_as_dict
-from gpusync.engines.agent.follower import Follower
 from gpusync.engines.agent.settings import AgentSettings, Place
 from gpusync.errors import GpusyncError
 from gpusync.verdict.members import Members
+
+if TYPE_CHECKING:
+    from gpusync.engines.agent.follower import Follower
 
 LOG = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ def run_worker(settings: AgentSettings, rank: int, members: Members | None, chan
     """The body of the process. Ends with a "stop", or with the agent, whatever it is waiting for then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the agent decides
     threading.Thread(target=_end_with_the_agent, name="gpusync-parent", daemon=True).start()
+    import torch  # the agent, which starts these processes, does without
+
+    from gpusync.engines.agent.follower import Follower
+
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.tp))
     follower: Follower | None = None
     while True:
@@ -36,7 +40,7 @@ def run_worker(settings: AgentSettings, rank: int, members: Members | None, chan
         try:
             if follower is None:
                 follower = Follower(settings, rank=rank, members=members)
-            told = {"result": _do(follower, call), "status": follower.status(), "metrics": follower.metrics()}
+            told = {"result": _do(follower, call), "status": follower.status()}
         # A worker that ended here would take the others with it; the agent gets the error, with its class.
         except Exception as error:
             if not isinstance(error, GpusyncError):
@@ -54,17 +58,21 @@ def _do(follower: Follower, call: dict[str, Any]) -> object:
         place = Place(source_dir=Path(call["source_dir"]), local_checkpoint_dir=Path(call["local_checkpoint_dir"]))
     match call["what"], place:
         case "recover", Place():
-            return follower.recover(place)
+            follower.recover(place)
+            return None
         case "load", _:
-            return follower.load(None if place is None else place.local_checkpoint_dir)
+            follower.load(None if place is None else place.local_checkpoint_dir)
+            return None
         case "attach", Place():
-            return follower.attach(place)
+            follower.attach(place)
+            return None
         case "prepare", _:
             return follower.prepare(call["version"])
         case "commit", _:
             return follower.commit(call["version"])
         case "abort", _:
-            return follower.abort()
+            follower.abort()
+            return None
         case "digests", _:
             return follower.digests()
     raise GpusyncError("no such call", found=call["what"])

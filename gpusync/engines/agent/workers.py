@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from gpusync.endpoint import EndpointError, Status, error_from_dict
-from gpusync.engines.agent.settings import MARGIN_S, AgentSettings
+from gpusync.engines.agent.settings import AgentSettings
 from gpusync.engines.agent.worker import run_worker
 from gpusync.errors import PeerFailedError
 from gpusync.verdict.members import Members
@@ -43,13 +43,12 @@ class _Worker:
 
 
 class Workers:
-    """One thread at a time. `status` and `metrics` are what the workers said last, and may be read from any."""
+    """One thread at a time. `status` is what the workers said last, and may be read from any."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._workers: list[_Worker] = []
         self.status = Status(in_doubt="not started yet")
-        self.metrics = ""
 
     @property
     def are_running(self) -> bool:
@@ -66,7 +65,7 @@ class Workers:
                 target=run_worker,
                 args=(self._settings, rank, members, theirs),
                 name=f"gpusync-worker-{rank}",
-                daemon=True,
+                daemon=False,  # daemons may have no processes of their own; the worker sees to its end itself
             )
             process.start()
             theirs.close()  # the worker's end is its own: when it dies, ours says so
@@ -113,7 +112,7 @@ class Workers:
 
     def _collect(self, asked: list[_Worker], what: str, path: str | None) -> dict[int, dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
-        timeout_s = self._settings.timeout_s + MARGIN_S
+        timeout_s = self._settings.answer_timeout_s
         deadline = time.monotonic() + timeout_s
         waiting = {worker.channel: worker for worker in asked}
         while waiting:
@@ -140,7 +139,6 @@ class Workers:
     def _note(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
         statuses = [answers[rank].get("status") or {"in_doubt": "not loaded"} for rank in sorted(answers)]
         self.status = merge(statuses)
-        self.metrics = answers[0].get("metrics", self.metrics)
 
 
 def merge(statuses: list[dict[str, Any]]) -> Status:

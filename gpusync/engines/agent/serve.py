@@ -12,6 +12,7 @@ from gpusync.endpoint.server import bind, serve_until_stopped
 from gpusync.engines.agent.backend import AgentBackend, agent_routes
 from gpusync.engines.agent.settings import AgentSettings, Place
 from gpusync.engines.agent.workers import Workers
+from gpusync.stream import read_checkpoint
 
 STEPS = 3  # of one update, each of which may take the workers' time-out: start, prepare, commit
 
@@ -29,6 +30,7 @@ def serve(
     """Serve until SIGTERM or SIGINT. `announce` is told the address once requests are taken: the weights are loaded by
     then, and attached if there is a `place`."""
     signal.signal(signal.SIGTERM, _stop)
+    read_checkpoint(settings.model, follow_links=True)  # what is wrong with it is told before any process is started
     listener = bind(host, port)
     workers = Workers(settings)
     backend = AgentBackend(workers, place=place)

@@ -136,6 +136,8 @@ def test_every_module_has_a_row():
 
 def test_imports_go_downwards_only():
     inner = [i for i in IMPORTS if i.imported.split(".")[0] == "gpusync" and i.unit != "gpusync_kernels"]
+    # What the package offers it imports when it is asked for, wherever that is; type checkers have to see it.
+    inner = [i for i in inner if not (i.importer == "gpusync" and i.for_types)]
     assert len(inner) > 50
     assert [f"{i.importer} -> {i.imported}" for i in inner if not _is_allowed(i.unit, _unit(i.imported))] == []
 

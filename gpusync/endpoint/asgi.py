@@ -44,7 +44,7 @@ class AsgiApp:
 
 async def _read_body(receive: Receive) -> bytes | None:
     """None as soon as it is too long, or the caller has gone: nothing more is read then."""
-    body = b""
+    body: bytes = b""
     while True:
         message = await receive()
         if message["type"] != "http.request":

@@ -97,6 +97,10 @@ class Client:
             self._raise(status, body)
         return body.decode()
 
+    def get(self, target: str) -> dict[str, object]:
+        """Any other route of the engine that answers a JSON object."""
+        return self._object("GET", target)
+
     def post(self, target: str, told: Mapping[str, object]) -> dict[str, object]:
         """Any other route of the engine that answers a JSON object with `success`."""
         return self._object("POST", target, told)

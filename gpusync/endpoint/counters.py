@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gpusync.endpoint.backend import Status
@@ -19,6 +19,7 @@ class Counters:
             (kind, result): 0 for kind in KINDS for result in ("done", "failed")
         }
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.last_report: Mapping[str, object] = {}
 
     @contextmanager
     def counted(self, kind: str) -> Iterator[None]:
@@ -45,4 +46,18 @@ def metrics_text(counters: Counters, status: Status, *, is_ready: bool, is_busy:
     lines.append("# TYPE gpusync_request_seconds_total counter")
     for kind, seconds in counters.seconds.items():
         lines.append(f'gpusync_request_seconds_total{{kind="{kind}"}} {seconds:.6f}')
+    lines += _report_lines(counters.last_report)
     return "\n".join(lines) + "\n"
+
+
+def _report_lines(report: Mapping[str, object]) -> Iterator[str]:
+    """Numbers of the last update: seconds by stage, bytes by class, and whatever else it counted in bytes."""
+    for name, label in (("seconds", "stage"), ("bytes_by_class", "class")):
+        values = report.get(name)
+        if isinstance(values, Mapping) and values:
+            yield f"# TYPE gpusync_last_{name} gauge"
+            yield from (f'gpusync_last_{name}{{{label}="{each}"}} {value}' for each, value in values.items())
+    for name, value in report.items():
+        if name.endswith("_bytes") and isinstance(value, int):
+            yield f"# TYPE gpusync_last_{name} gauge"
+            yield f"gpusync_last_{name} {value}"

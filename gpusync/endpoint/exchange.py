@@ -63,9 +63,12 @@ class Server:
             body = None if told is None else json.dumps(told).encode()
             connection.request(method, place.path.rstrip("/") + target, body=body, headers=self._headers(body))
             answer = connection.getresponse()
+            promised = min(answer.length or 0, MAX_ANSWER_BYTES)  # 0: read to the end of the connection
             raw = answer.read(MAX_ANSWER_BYTES + 1)
         finally:
             connection.close()
+        if len(raw) < promised:
+            raise http.client.IncompleteRead(raw, promised - len(raw))
         if len(raw) > MAX_ANSWER_BYTES:
             raise EndpointError("the answer is too long", path=self.url, expected=f"at most {MAX_ANSWER_BYTES} bytes")
         return answer.status, raw

@@ -1,7 +1,8 @@
 """Several engines brought to a version as one: none commits before all of them have prepared.
 
 An engine that fails later than that, in its commit, is fenced: it is named, with the version that it has, and requests
-should not go to it. A fenced engine holds nobody up; it is asked again at every pull, and is back when it has committed.
+should not go to it. A fenced engine holds nobody up; it is asked again at every pull, and is back once it has
+committed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gpusync.endpoint.client import TIMEOUT_S, Answer, Client
 from gpusync.endpoint.errors import EndpointError
 from gpusync.errors import GpusyncError
 
-ABORT_TIMEOUT_S = 60.0
+SHORT_TIMEOUT_S = 60.0  # for what an engine answers at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +73,12 @@ class Fleet:
         timeout: float = TIMEOUT_S,
         retry_for: float = 30.0,
     ) -> None:
-        self._clients = {
-            client.url: client
-            for client in (Client(u, token=token, timeout=timeout, retry_for=retry_for) for u in urls)
-        }
-        if not self._clients:
+        clients = [Client(url, token=token, timeout=timeout, retry_for=retry_for) for url in urls]
+        if not clients:
             raise EndpointError("a fleet needs an engine")
-        self._aborting = {
-            url: Client(url, token=token, timeout=min(timeout, ABORT_TIMEOUT_S), retry_for=0) for url in self._clients
-        }
+        self._clients = {client.url: client for client in clients}
+        short = min(timeout, SHORT_TIMEOUT_S)
+        self._asking = {url: Client(url, token=token, timeout=short, retry_for=0) for url in self._clients}
         self._source_dir, self._local = source_dir, local_checkpoint_dir
         self.fenced: dict[str, str] = {}
 
@@ -98,11 +96,9 @@ class Fleet:
         prepared = self._on_all(self._clients, lambda client: self._prepare(client, version))
         failed = _errors(prepared)
         if set(failed) - set(self.fenced) or len(failed) == len(self._clients):
-            self._on_all(self._aborting, lambda client: client.abort(version))
-            report = self._report(version, prepared, committed={})
-            raise FleetError(
-                f"version {version} was prepared on {len(prepared) - len(failed)} engines only", report=report
-            )
+            self._on_all(self._asking, lambda client: client.abort(version))
+            what = f"version {version} was prepared on {len(prepared) - len(failed)} of {len(prepared)} engines"
+            raise FleetError(f"{what}, and committed on none", report=self._report(version, prepared, committed={}))
         ready = {url: client for url, client in self._clients.items() if url not in failed}
         committed = self._on_all(ready, lambda client: client.commit(version))
         for url in committed:
@@ -115,7 +111,7 @@ class Fleet:
 
     def versions(self) -> dict[str, int | None]:
         """What every engine serves now; None: unknown there, or no answer."""
-        told = self._on_all(self._aborting, lambda client: client.version())
+        told = self._on_all(self._asking, lambda client: client.version())
         return {url: each.live if isinstance(each, Answer) else None for url, each in told.items()}
 
     def _prepare(self, client: Client, version: int) -> Answer:
@@ -132,10 +128,11 @@ class Fleet:
         engines = []
         for url, each in last.items():
             answer, error = (each, None) if isinstance(each, Answer) else (None, each)
+            live = None if answer is None else answer.live
             engines.append(
                 EngineReport(
                     url=url,
-                    live=asked[url] if url in asked else answer.live if answer is not None else None,
+                    live=asked.get(url, live),
                     prepared=isinstance(prepared[url], Answer),
                     committed=isinstance(committed.get(url), Answer),
                     fenced=url in self.fenced,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-import uvicorn
-
 from gpusync.endpoint.asgi import AsgiApp
 from gpusync.endpoint.errors import EndpointError
+from gpusync.errors import BackendUnavailableError
 
 BACKLOG = 256
 SHUTDOWN_S = 5
@@ -30,6 +29,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve_until_stopped(app: AsgiApp, listener: socket.socket, *, on_started: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, which requests that run get a few seconds to end after."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "a server needs uvicorn", expected="pip install 'gpusync[server]'", found=error
+        ) from error
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
     )

@@ -118,7 +118,9 @@ class Service:
         path: str | None = None,
     ) -> Outcome:
         with self.counters.counted(str(key[0])):
-            return await self._jobs.run(key, what, work, timeout_s=self._timeout_s, path=path)
+            outcome = await self._jobs.run(key, what, work, timeout_s=self._timeout_s, path=path)
+        self.counters.last_report = outcome.report or self.counters.last_report
+        return outcome
 
     async def _prepare(self, job: Job[Outcome], update: Update, *, commit: bool) -> Outcome:
         job.stage = f"reading {update.source_dir} and preparing"

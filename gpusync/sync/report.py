@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gpusync.plan import Applied, Plan
@@ -32,10 +33,8 @@ class SyncReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Of what JSON has."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        plain = {"chain": list(self.chain), "bytes_by_class": dict(self.bytes_by_class), "seconds": dict(self.seconds)}
-        return {**told, **plain}
+        """For JSON."""
+        return {**dataclasses.asdict(self), "chain": list(self.chain)}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -106,6 +106,22 @@ class WeightSync:
         self._attach(transaction)
 
     @property
+    def prepared(self) -> Prepared | None:
+        """What waits for its commit."""
+        return self._prepared
+
+    @property
+    def in_doubt(self) -> str | None:
+        """Why this rank does not know what was decided. It must serve nothing until its next call has resolved it."""
+        doubt = self._group.in_doubt
+        return None if self._doubt is None or doubt is None else f"the decision on {doubt[1]} is not known here"
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank may serve, and what it serves is known."""
+        return self._doubt is None and self.version is not None
+
+    @property
     def durable_version(self) -> int | None:
         """The newest version that this host can rebuild after a crash."""
         if self._mirror is None:
@@ -113,16 +129,6 @@ class WeightSync:
                 "only the leader of a host knows what is durable there", found=f"rank {self._group.rank}"
             )
         return self._mirror.status().durable_version
-
-    @property
-    def prepared(self) -> Prepared | None:
-        """What waits for its commit."""
-        return self._prepared
-
-    @property
-    def in_doubt(self) -> str | None:
-        """Why this rank does not know what is live: it must not serve."""
-        return None if self._doubt is None else f"the decision on version {self._doubt[0].version} is not known"
 
     def pull(self, target: int) -> SyncReport:
         """`prepare`, then `commit`."""
@@ -305,7 +311,7 @@ class WeightSync:
             return json.dumps({"plan": None, "updates": []})
         self._mirror.hold(target)
         durable = self._mirror.status().durable_version
-        if durable is None or durable < target or self.version is None or self.version > target:
+        if target > 0 and (durable is None or durable < target or self.version is None or self.version > target):
             self._mirror.receive(target, visibility_timeout=self._visibility_timeout)
         plan, indexes = plan_ahead(self._sources, self._applied, target=target)
         updates = {}

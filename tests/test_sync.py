@@ -201,6 +201,32 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
     engine.assert_live(2)
 
 
+def test_version_zero_makes_the_local_checkpoint_the_base_again(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.pull(1)
+    told = engine.sync.prepare(0).report
+    assert told.commit_path == "reload"
+    engine.assert_live(1)
+    assert engine.sync.durable_version == 0
+    engine.sync.commit(engine.sync.prepare(0))
+    engine.assert_live(0)
+    engine.sync.pull(1)
+    engine.assert_live(1)
+
+
+def test_a_run_that_begins_while_the_base_is_live_has_the_mirror_follow(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.pull(1)
+    engine.sync.close()
+    engine.start()
+    assert engine.sync.durable_version == 1
+    assert engine.sync.prepare(0).report.commit_path == "nothing"
+    assert engine.sync.durable_version == 0
+    engine.sync.pull(1)
+    engine.assert_live(1)
+    assert engine.sync.durable_version == 1
+
+
 def test_an_exception_in_the_commit_is_rolled_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.publish()
     prepared = engine.sync.prepare(1)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpusync.disk import pull
 from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, RefusedError
 from gpusync.hooks import Hook
 from gpusync.layout import DERIVED, DerivedRegistry, LayoutMap, attach, compare, identify, named_tensors, trace
@@ -272,8 +273,8 @@ class WeightSync:
         updates = decode_updates(mine["updates"])
         reason = self._why_reload(plan, updates, [told[leader] for leader in self._group.leaders])
         path_taken: CommitPath = "in place" if reason is None else "reload"
-        if plan.is_nothing:
-            path_taken, reason = "nothing", plan.reason
+        if plan.is_nothing or target == self.version == 0:
+            path_taken, reason = "nothing", plan.reason if plan.is_nothing else "the base is live"
         update = None
         if path_taken == "in place":
             file = Path(mine["path"])
@@ -309,8 +310,10 @@ class WeightSync:
         """The leader brings the version to this host and decodes it; what it tells its ranks, as JSON."""
         if self._mirror is None:
             return json.dumps({"plan": None, "updates": []})
-        self._mirror.hold(target)
         durable = self._mirror.status().durable_version
+        if target == 0 and durable != 0:
+            self._reset_mirror()
+        self._mirror.hold(target)
         if target > 0 and (durable is None or durable < target or self.version is None or self.version > target):
             self._mirror.receive(target, visibility_timeout=self._visibility_timeout)
         plan, indexes = plan_ahead(self._sources, self._applied, target=target)
@@ -334,6 +337,17 @@ class WeightSync:
                 "stream_id": None if newest is None else newest.stream_id or self._applied.stream_id,
                 "digests": {version: index.digest for version, index in indexes.items() if version in plan.chain},
             }
+        )
+
+    def _reset_mirror(self) -> None:
+        """The local checkpoint becomes the base again, whatever it was: at once, as nothing of the stream is needed."""
+        pull(
+            local_checkpoint_dir=self._local,
+            base_dir=self._sources.base_dir,
+            source_dir=self._sources.source_dir,
+            target_version=0,
+            lock_timeout=self._timeout,
+            workers=self._workers,
         )
 
     def _why_reload(self, plan: Plan, updates: Mapping[str, TensorUpdate], leaders: list[dict[str, Any]]) -> str | None:

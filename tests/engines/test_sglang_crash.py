@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from support import sglang_fault
 from support.hf_models import llama
 from support.sglang_run import Reference, Run, make_reference
-from support.sglang_server import SglangServer
+from support.sglang_server import Reply, SglangServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -53,15 +54,20 @@ def test_killed_in_a_prepare_then_in_a_commit(
         assert run.status()["durable"] == 3
 
 
-def _expect_death(run: Run, mark: Path, call: object) -> None:
-    """The call never succeeds, and the server is gone."""
-    try:
-        status, told = call()  # type: ignore[operator]
-    except OSError:
-        pass
-    else:
-        assert status != 200, told
-    assert mark.exists(), "the fault did not come about"
+def _expect_death(run: Run, mark: Path, call: Callable[[], Reply]) -> None:
+    """The call never succeeds. The whole server is killed then: left alone, it waits a minute for its core dumps."""
+    replies: list[Reply] = []
+
+    def ask() -> None:
+        with suppress(OSError):
+            replies.append(call())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
     end = time.monotonic() + 60
-    while time.monotonic() < end and run.server.is_running:
-        time.sleep(0.2)
+    while time.monotonic() < end and not mark.exists():
+        time.sleep(0.1)
+    assert mark.exists(), "the fault did not come about"
+    run.server.kill()
+    asking.join()
+    assert [status for status, _ in replies if status == 200] == []

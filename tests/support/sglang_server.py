@@ -90,10 +90,6 @@ class SglangServer:
                 time.sleep(0.5)
         raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
     def kill(self) -> None:
         """SIGKILL for the server and all its ranks."""
         with suppress(ProcessLookupError):

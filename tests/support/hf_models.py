@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,25 +11,42 @@ import numpy as np
 
 from support.checkpoints import State, Tensor, write_checkpoint
 
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD = 512, 128, 2, 8, 2, 32
-COMMON: dict[str, object] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
+EXPERTS, EXPERT_HIDDEN = 8, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    vocabulary: int = 512
+    hidden: int = 128
+    inner: int = 256
+    layers: int = 2
+    heads: int = 8
+    kv_heads: int = 2
+    head: int = 32
+
+    def config(self) -> dict[str, object]:
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "torch_dtype": "bfloat16",
+        }
+
+
+TINY = Sizes()
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +58,24 @@ class HfModel:
         return write_checkpoint(directory, self.state, files={"config.json": json.dumps(self.config)})
 
 
-def llama(seed: int = 0) -> HfModel:
-    config = {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    return HfModel(config=config, state=_state(seed, _mlp))
+def llama(seed: int = 0, sizes: Sizes = TINY) -> HfModel:
+    config = {**sizes.config(), "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    return HfModel(config=config, state=_state(seed, sizes, _mlp))
 
 
-def qwen3_moe(seed: int = 0) -> HfModel:
+def qwen3_moe(seed: int = 0, sizes: Sizes = TINY) -> HfModel:
     config = {
-        **COMMON,
+        **sizes.config(),
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
+        "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
+        "moe_intermediate_size": EXPERT_HIDDEN,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     }
-    return HfModel(config=config, state=_state(seed, _experts))
+    return HfModel(config=config, state=_state(seed, sizes, _experts))
 
 
 def next_state(state: State, seed: int, *, share: float = 0.02) -> State:
@@ -74,39 +91,42 @@ def next_state(state: State, seed: int, *, share: float = 0.02) -> State:
     return after
 
 
-def _state(seed: int, feed_forward: object) -> State:
+def _state(seed: int, sizes: Sizes, feed_forward: Callable[[str, Sizes], Shapes]) -> State:
     rng = np.random.default_rng(seed)
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
+    hidden, attended, keys = sizes.hidden, sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (sizes.vocabulary, hidden),
+        "lm_head.weight": (sizes.vocabulary, hidden),
+    }
+    for layer in range(sizes.layers):
         at = f"model.layers.{layer}"
         shapes |= {
-            f"{at}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
-            f"{at}.input_layernorm.weight": (HIDDEN,),
-            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
-            **dict(feed_forward(f"{at}.mlp")),  # type: ignore[operator]
+            f"{at}.self_attn.q_proj.weight": (attended, hidden),
+            f"{at}.self_attn.k_proj.weight": (keys, hidden),
+            f"{at}.self_attn.v_proj.weight": (keys, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, attended),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            **dict(feed_forward(at, sizes)),
         }
-    shapes["model.norm.weight"] = (HIDDEN,)
+    shapes["model.norm.weight"] = (hidden,)
     return {name: _random(rng, shape) for name, shape in shapes.items()}
 
 
-def _mlp(at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{at}.gate_proj.weight", (256, HIDDEN)
-    yield f"{at}.up_proj.weight", (256, HIDDEN)
-    yield f"{at}.down_proj.weight", (HIDDEN, 256)
+def _mlp(at: str, sizes: Sizes) -> Shapes:
+    yield f"{at}.mlp.gate_proj.weight", (sizes.inner, sizes.hidden)
+    yield f"{at}.mlp.up_proj.weight", (sizes.inner, sizes.hidden)
+    yield f"{at}.mlp.down_proj.weight", (sizes.hidden, sizes.inner)
 
 
-def _experts(at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    attention = at.replace(".mlp", ".self_attn")
-    yield f"{attention}.q_norm.weight", (HEAD,)
-    yield f"{attention}.k_norm.weight", (HEAD,)
-    yield f"{at}.gate.weight", (8, HIDDEN)
-    for expert in range(8):
-        yield f"{at}.experts.{expert}.gate_proj.weight", (64, HIDDEN)
-        yield f"{at}.experts.{expert}.up_proj.weight", (64, HIDDEN)
-        yield f"{at}.experts.{expert}.down_proj.weight", (HIDDEN, 64)
+def _experts(at: str, sizes: Sizes) -> Shapes:
+    yield f"{at}.self_attn.q_norm.weight", (sizes.head,)
+    yield f"{at}.self_attn.k_norm.weight", (sizes.head,)
+    yield f"{at}.mlp.gate.weight", (EXPERTS, sizes.hidden)
+    for expert in range(EXPERTS):
+        yield f"{at}.mlp.experts.{expert}.gate_proj.weight", (EXPERT_HIDDEN, sizes.hidden)
+        yield f"{at}.mlp.experts.{expert}.up_proj.weight", (EXPERT_HIDDEN, sizes.hidden)
+        yield f"{at}.mlp.experts.{expert}.down_proj.weight", (sizes.hidden, EXPERT_HIDDEN)
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:

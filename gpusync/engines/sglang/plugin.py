@@ -11,6 +11,8 @@ LOG = logging.getLogger(__name__)
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+ANSWER = f"{SCHEDULER}.process_input_requests"
+RELOAD = f"{UPDATER}.update_weights_from_disk"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 # Whatever else changes weights, or takes their memory away.
 OTHER_UPDATES = (
@@ -42,8 +44,8 @@ def register() -> None:
     ]
     HookRegistry.register(HTTP_SERVER, mount, HookType.BEFORE)
     HookRegistry.register(f"{SCHEDULER}.init_request_dispatcher", _start_rank, HookType.AFTER)
-    HookRegistry.register(f"{SCHEDULER}.process_input_requests", _answer_requests, HookType.AFTER)
-    HookRegistry.register(f"{UPDATER}.update_weights_from_disk", _reload, HookType.AROUND)
+    HookRegistry.register(ANSWER, _answer_requests, HookType.AFTER)
+    HookRegistry.register(RELOAD, _reload, HookType.AROUND)
     for name in OTHER_UPDATES:
         HookRegistry.register(f"{UPDATER}.{name}", _other_update(name), HookType.AROUND)
 
@@ -54,7 +56,7 @@ def _start_rank(result: object, scheduler: Any, *_: object) -> None:
     from gpusync.engines.sglang import messages
     from gpusync.engines.sglang.start import start_rank
 
-    rank = start_rank(scheduler, is_hooked=_is_hooked(scheduler))
+    rank = start_rank(scheduler, not_hooked=_not_hooked())
     scheduler.gpusync_rank = rank
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [
@@ -85,10 +87,10 @@ def _other_update(name: str) -> Callable[..., Any]:
     return around
 
 
-def _is_hooked(scheduler: Any) -> bool:
-    """Whether the functions without which wrong weights could be served are hooked in this process: the registry only
+def _not_hooked() -> list[str]:
+    """Functions without whose hooks wrong weights could be served, and that are not hooked in this process: sglang only
     logs what it could not hook."""
-    updater = type(scheduler.weight_updater)
-    methods = [type(scheduler).process_input_requests, updater.update_weights_from_disk]
-    methods += [getattr(updater, name) for name in OTHER_UPDATES]
-    return all(hasattr(method, "__wrapped__") for method in methods)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    needed = [ANSWER, RELOAD, *(f"{UPDATER}.{name}" for name in OTHER_UPDATES)]
+    return [target for target in needed if target not in HookRegistry._patched]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from gpusync.verdict import open_group
 LOG = logging.getLogger(__name__)
 
 
-def start_rank(scheduler: Any, *, is_hooked: bool) -> Rank:
+def start_rank(scheduler: Any, *, not_hooked: Sequence[str]) -> Rank:
     """Never raises. Whatever is wrong on one rank turns gpusync off on all, with the reason, and the server serves."""
     group = scheduler.weight_updater.tp_cpu_group
     group = group if torch.distributed.get_world_size(group) > 1 else None
     settings, follower, problem = Settings(), None, None
     try:
         settings = read_settings()
-        follower = _follow(scheduler, group, settings, is_hooked=is_hooked)
+        follower = _follow(scheduler, group, settings, not_hooked=not_hooked)
     # The rank boundary: the engine starts without gpusync, and says why.
     except Exception as error:  # noqa: BLE001
         problem = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
@@ -41,10 +42,10 @@ def start_rank(scheduler: Any, *, is_hooked: bool) -> Rank:
     return Rank(scheduler, follower=follower, off=problem, facts=facts, timeout_s=settings.timeout_s)
 
 
-def _follow(scheduler: Any, group: Any, settings: Settings, *, is_hooked: bool) -> Follower:
+def _follow(scheduler: Any, group: Any, settings: Settings, *, not_hooked: Sequence[str]) -> Follower:
     updater = scheduler.weight_updater
-    if not is_hooked:
-        raise RefusedError("some of sglang's functions could not be hooked: the server's log names them")
+    if not_hooked:
+        raise RefusedError("this sglang has other functions than those that are hooked", found=", ".join(not_hooked))
     reason = find_refusal(scheduler, read_setting(scheduler)) or _cache_error(updater)
     if reason is not None:
         raise RefusedError(reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -186,22 +186,14 @@ def test_requests_in_flight_are_answered(run: Run) -> None:
 def test_a_cache_that_cannot_be_flushed_is_told(run: Run) -> None:
     run.publish(1)
     run.pull(1)
-    generating = threading.Thread(target=lambda: run.server.tokens(200))
-    generating.start()
-    _wait_until(lambda: run.server.get("/get_load")[1].get("value", [{}]) != [])
-    assert run.server.post("/pause_generation", {"mode": "in_place"})[0] == 200
-    body = {"model_path": str(run.local), "weight_version": "1"}
-    status, told = run.server.post("/update_weights_from_disk", body)
-    assert run.server.post("/continue_generation", {})[0] == 200
-    generating.join()
-    if status == 400:
-        assert "cache was not flushed" in told["message"]
+    with run.server.generating(200) as rest:
+        assert run.server.post("/pause_generation", {"mode": "in_place"})[0] == 200
+        body = {"model_path": str(run.local), "weight_version": "1"}
+        status, told = run.server.post("/update_weights_from_disk", body)
+        assert run.server.post("/continue_generation", {})[0] == 200
+        assert rest() > 0, "the request that ran goes on"
+    assert status == 400
+    assert "cache was not flushed" in told["message"]
     assert run.status()["live"] == 1
-    assert run.server.post("/flush_cache")[0] == 200
+    assert run.server.post("/flush_cache", {"timeout": 10})[0] == 200
     run.assert_live(1)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(100):
-        if condition():
-            return

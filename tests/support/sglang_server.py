@@ -10,8 +10,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -119,6 +119,19 @@ class SglangServer:
         status, reply = self.post("/generate", body)
         assert status == 200, reply
         return [int(token) for token in reply["output_ids"]]
+
+    @contextmanager
+    def generating(self, count: int) -> Iterator[Callable[[], int]]:
+        """While a request runs that has said its first token; gives a function that reads how many more it says."""
+        body = {"input_ids": [5, 6, 7, 8], "sampling_params": _greedy(count), "stream": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            assert any(line.startswith(b"data: {") for line in reply)
+            yield lambda: sum(line.startswith(b"data: {") for line in reply)
 
     def weight_version(self) -> str:
         status, reply = self.post("/generate", {"input_ids": [5, 6], "sampling_params": _greedy(1)})

@@ -14,6 +14,8 @@ from gpusync.codec.gf01 import (
     Gf01Decoder,
     encode_gf01,
 )
+from gpusync.codec.gf01_layout import Gf01Layout
+from gpusync.codec.gf01_layout import read_layout as read_gf01_layout
 from gpusync.codec.overwrite import OverwriteDecoder, encode_overwrite
 from gpusync.codec.payload import U8, MemoryPayload, Payload
 from gpusync.codec.windows import WINDOW_BYTES, Windows
@@ -34,6 +36,7 @@ __all__ = [
     "FrameInfo",
     "FrameReader",
     "Gf01Decoder",
+    "Gf01Layout",
     "MemoryPayload",
     "OverwriteDecoder",
     "Payload",
@@ -46,5 +49,6 @@ __all__ = [
     "encode_xor",
     "frame_info",
     "open_delta",
+    "read_gf01_layout",
     "would_be",
 ]

@@ -24,6 +24,12 @@ class XorDecoder:
         self._order = WindowOrder(nbytes=nbytes, where=where)
         self._scratch = np.empty(0, np.uint8)
 
+    def read(self, window: U8, offset: int) -> None:
+        """Fills `window` with the difference itself, in place of `apply`: windows in order, as there."""
+        self._order.advance(window, offset)
+        for piece, _ in pieces(window, offset):
+            self._frame.read_into(piece)
+
     def apply(self, window: U8, offset: int) -> None:
         self._order.advance(window, offset)
         for piece, _ in pieces(window, offset):

@@ -1,4 +1,4 @@
-"""The store of one rank's live weights: prepare a chain of deltas beside them, commit it in place, roll it back.
+"""The store of one rank's live weights: prepare a chain of versions beside them, commit it in place, roll it back.
 
 Prepare copies the changed slices into scratch, batch by batch, applies there what the commit will apply, and digests
 the result together with the other ranks: nothing live is written. What stays on the device is the steps in compact
@@ -8,52 +8,30 @@ form. Commit runs the same calls over the live params.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from gpusync.digest import DigestReport, Shards, Traffic, sharded_digests
-from gpusync.errors import DigestMismatchError, LayoutError, Where
-from gpusync.layout import LayoutMap, check_addresses, storage_bytes
-from gpusync.store.apply import LoadedStep, Steps, load_step
-from gpusync.store.casts import CastStore, PreparedCasts
-from gpusync.store.compact import CompactFile, Step
-from gpusync.store.fingerprint import Fingerprints, fingerprint
-from gpusync.store.memory import Memory
+from gpusync.digest import DigestReport, Shards, sharded_digests
+from gpusync.errors import DigestMismatchError, LayoutError
+from gpusync.layout import LayoutMap, ReadTensor, check_addresses, storage_bytes
+from gpusync.store.casts import CastBatch, CastStore
+from gpusync.store.compact import StepFiles
+from gpusync.store.fingerprint import first_difference, fingerprint
+from gpusync.store.load import LoadedStep, Loader, is_dense
+from gpusync.store.memory import Memory, is_out_of_memory
+from gpusync.store.operations import bind_operations, held_by
+from gpusync.store.restore import OldBytes, write_back
+from gpusync.store.tensor_update import TensorUpdate
+from gpusync.store.update import PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
 
 STAGING_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorUpdate:
-    """What a chain does to one tensor, the same on every rank: its steps, oldest first, and the newest published
-    checksum with the version that publishes it."""
-
-    nbytes: int
-    steps: Sequence[Step]
-    algorithm: str
-    checksum: str
-    where: Where
-
-
-@dataclass(slots=True, kw_only=True)
-class PreparedUpdate:
-    """A verified update that waits for its commit. Holds device memory proportional to what changed."""
-
-    names: tuple[str, ...]
-    steps: Steps
-    casts: PreparedCasts
-    expected: Fingerprints
-    traffic: Traffic
-    kept: list[Any] = field(default_factory=list)
-
-    @property
-    def changes_nothing_here(self) -> bool:
-        return not self.names
+MIN_STAGING_BYTES = 1 << 20
 
 
 class RankStore:
@@ -67,20 +45,26 @@ class RankStore:
         memory: Memory,
         casts: CastStore,
         digest: Callable[[Shards], DigestReport] | None = None,
-        held_by_any: Collection[str] | None = None,
+        held_by_any: Mapping[str, int] | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """`held_by_any`: what some rank of the group holds and patches, the same on every rank; None: what this one
-        does. Other tensors of the checkpoint (drafts, adapters) are on no rank, and the mirror alone verifies them."""
-        self.layout, self._params, self._memory, self._casts = layout, params, memory, casts
+        """`held_by_any`: what some rank of the group holds and patches, with the most bytes of it that any rank holds,
+        the same on every rank; None: what this one does. Other tensors of the checkpoint (drafts, adapters) are on no
+        rank, and the mirror alone verifies them."""
+        self.layout, self.memory = layout, memory
+        self._params, self._casts = params, casts
         self._digest = digest or partial(sharded_digests, group=None)
         self._staging_bytes = staging_bytes
-        self.held_by_any = frozenset(self.held if held_by_any is None else held_by_any)
+        self.held_by_any = dict(self.held_bytes() if held_by_any is None else held_by_any)
 
-    @property
-    def held(self) -> frozenset[str]:
-        """The tensors of which this rank holds bytes that it can patch."""
-        return frozenset(name for name, placement in self.layout.placements.items() if placement.is_patched)
+    def held_bytes(self) -> dict[str, int]:
+        """The tensors of which this rank holds bytes that it can patch, and how much scratch they take."""
+        names = [name for name, placement in self.layout.placements.items() if placement.is_patched]
+        packed, _ = self.layout.segments(names)[0].packed()
+        extent = packed.rows["rows"] * packed.rows["dst_stride"] + 32  # with what alignment may add
+        sizes = np.zeros(len(names), np.int64)
+        np.add.at(sizes, packed.rows["src"], extent)
+        return dict(zip(names, sizes.tolist(), strict=True))
 
     def opaque_among(self, updates: Mapping[str, TensorUpdate]) -> dict[str, str]:
         """Those of the changed tensors that cannot be patched in place here, with the reason."""
@@ -96,115 +80,314 @@ class RankStore:
                 found[name] = f"`{placement.replica_of}`, which the loader writes to the same bytes, changes otherwise"
         return found
 
-    def prepare(self, updates: Mapping[str, TensorUpdate], file: CompactFile) -> PreparedUpdate:
+    def reserve(self, updates: Mapping[str, TensorUpdate]) -> int:
+        """How much scratch an update can have here: what it needs, the staging budget, or what there is memory for."""
+        needed = max((self.held_by_any.get(name, 0) for name in updates), default=0)
+        total = sum(self.held_by_any.get(name, 0) for name in updates)
+        room = min(self._staging_bytes // 2, max(total, needed))
+        while True:
+            try:
+                self.memory.empty(room)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                if not is_out_of_memory(error) or room <= MIN_STAGING_BYTES:
+                    raise
+                room //= 2
+            else:
+                return room
+
+    def prepare(
+        self,
+        updates: Mapping[str, TensorUpdate],
+        files: StepFiles,
+        *,
+        room: int | None = None,
+        base: OldBytes | None = None,
+    ) -> PreparedUpdate:
         """Bring the changed slices to their new state in scratch and compare digests with the published checksums.
 
-        A collective: every rank names the same tensors in the same order. Raises DigestMismatchError on every rank for
-        the first tensor that would be wrong; live params are not written in any case.
+        A collective: every rank names the same tensors in the same order, and the same `room` for scratch. `base` reads
+        what should be live: with it, tensors whose live bytes are damaged are repaired, and dense changes can be rolled
+        back without keeping old bytes. Raises DigestMismatchError on every rank for the first tensor that would be
+        wrong; live params are not written in any case.
         """
         check_addresses(self.layout, self._params)
-        traffic = Traffic()
         updates = {name: update for name, update in updates.items() if name in self.held_by_any}
-        names = tuple(updates)
-        loaded: dict[int, Sequence[LoadedStep]] = {}
-        expected: list[Fingerprints] = []
-        for batch in self._batches(updates):
-            found = self._prepare_batch(batch, updates, file, loaded, first=names.index(batch[0]), traffic=traffic)
-            expected.append(found)
-        casts = self._casts.take_prepared()
-        return PreparedUpdate(
-            names=names,
-            steps=Steps(loaded),
-            casts=casts,
-            expected=Fingerprints.join(expected),
-            traffic=traffic,
-        )
+        room = self.reserve(updates) if room is None else room
+        prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files)
+        work = _Preparing(self, prepared, base, room)
+        for batch in self._batches(updates, room):
+            work.prepare_batch(batch)
+        work.scratch = None
+        self._bind(prepared, base)
+        return prepared
 
-    def commit(self, prepared: PreparedUpdate) -> None:
+    def commit(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
         """Write the update into the live params. What `roll_back` needs is kept. Raises whatever a launch raises, with
         the params in an unknown state: roll back then."""
         check_addresses(self.layout, self._params)
-        table, buffers = self._live(prepared.names)
-        self._memory.synchronise()
-        prepared.kept = [self._keep(prepared.steps.replaced(table), buffers)]
-        prepared.steps.apply(table, buffers, keep_old=True)
+        self.memory.synchronise()
+        self._write_back(prepared.repaired, base, prepared)
+        for operation in prepared.operations:
+            names = {prepared.names[tensor] for tensor in operation.tensors}
+            prepared.begun |= names
+            operation.apply()
+            prepared.begun -= names
+            prepared.done.append(operation)
+        self._stream(prepared)
         self._casts.commit(prepared.casts)
-        self._memory.synchronise()
+        self.memory.synchronise()
 
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
-        table, buffers = self._live(prepared.names)
-        sizes = self._sizes(prepared.names)
-        now = fingerprint(table, buffers, sizes, memory=self._memory)
-        wrong = prepared.expected.first_difference(now)
-        if wrong is not None:
-            return prepared.names[wrong]
+        for names, expected in prepared.expected:
+            table, buffers = self.live(names)
+            wrong = first_difference(
+                expected, fingerprint(table, buffers, self.sizes(names), memory=self.memory)
+            )  # fmt: skip
+            if wrong is not None:
+                return names[wrong]
         return self._casts.first_wrong(prepared.casts)
 
-    def roll_back(self, prepared: PreparedUpdate) -> None:
-        """Undo `commit`: the params hold the old bytes again."""
-        table, buffers = self._live(prepared.names)
-        prepared.steps.revert(table, buffers)
+    def roll_back(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
+        """Undo `commit`, or what it did before it failed: the params hold the old bytes again.
+
+        Raises LayoutError, with the params in an unknown state, where a call failed half way and there is no `base`.
+        """
+        for operation in reversed(prepared.done):
+            operation.revert()
         for kept in prepared.kept:
             copy_segments(kept)
+        lost = set(prepared.begun)
+        if not prepared.kept:
+            lost |= {*prepared.streamed, *prepared.repaired, *prepared.replaced}
+        self._write_back([name for name in prepared.names if name in lost], base, prepared)
         self._casts.roll_back(prepared.casts)
-        self._memory.synchronise()
+        prepared.done, prepared.begun = [], set()
+        self.memory.synchronise()
 
-    def fingerprints(self, names: Sequence[str]) -> Fingerprints:
-        """Of the live bytes of these tensors as this rank holds them."""
-        table, buffers = self._live(names)
-        return fingerprint(table, buffers, self._sizes(names), memory=self._memory)
+    def live(self, names: Sequence[str]) -> tuple[SegmentTable, list[torch.Tensor]]:
+        table, storages = self.layout.segments(names)
+        return table, storage_bytes(self._params, storages)
 
-    def _prepare_batch(
-        self,
-        batch: Sequence[str],
-        updates: Mapping[str, TensorUpdate],
-        file: CompactFile,
-        loaded: dict[int, Sequence[LoadedStep]],
-        *,
-        first: int,
-        traffic: Traffic,
-    ) -> Fingerprints:
-        table, buffers = self._live(batch)
+    def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Bytes of these tensors as published."""
+        return np.array([self._size(name) for name in names], np.int64)
+
+    def _size(self, name: str) -> int:
+        if name in self.layout.placements:
+            return self.layout.placements[name].tensor_bytes
+        if name in self.layout.elsewhere:
+            return self.layout.elsewhere[name].nbytes
+        raise LayoutError("tensor has no placement", tensor=name)
+
+    def begin_casts(self, names: Sequence[str], base: Mapping[str, ReadTensor]) -> CastBatch:
+        return self._casts.begin(names, base)
+
+    def finish_casts(self, batch: CastBatch, prepared: PreparedUpdate) -> None:
+        self._casts.finish(batch, prepared.casts)
+
+    def digest(self, shards: Shards) -> DigestReport:
+        return self._digest(shards)
+
+    @property
+    def dense_bytes(self) -> int:
+        """How much of what is dense may stay on the device until the commit."""
+        return self._staging_bytes // 4
+
+    def _batches(self, updates: Mapping[str, TensorUpdate], room: int) -> Iterator[tuple[str, ...]]:
+        """Tensors that go through the scratch together: the same on every rank."""
+        batch: list[str] = []
+        nbytes = 0
+        for name in updates:
+            held = self.held_by_any[name]
+            if batch and nbytes + held > room:
+                yield tuple(batch)
+                batch, nbytes = [], 0
+            batch.append(name)
+            nbytes += held
+        if batch:
+            yield tuple(batch)
+
+    def _bind(self, prepared: PreparedUpdate, base: OldBytes | None) -> None:
+        """All that can be done before the pause: operations on the live params, and copies of what they replace."""
+        table, buffers = self.live(prepared.names)
+        prepared.operations = list(
+            bind_operations(prepared.chains, table, buffers, self.memory, revertible=True)
+        )  # fmt: skip
+        held = held_by(table)
+        prepared.touched_bytes = sum(
+            int((rows["rows"] * rows["row_bytes"]).sum()) for rows in held.values()
+        )  # fmt: skip
+        lost = {*prepared.streamed, *prepared.replaced}
+        if lost and (base is None or base.reader is None):
+            rows = [held[number] for number, name in enumerate(prepared.names) if name in lost and number in held]
+            if rows:
+                prepared.kept = [self._copy_of(SegmentTable(np.concatenate(rows)), buffers)]
+
+    def _copy_of(self, table: SegmentTable, buffers: Sequence[Any]) -> Any:
+        """Copy what `table` names out of the params; the returned moves put it back."""
         packed, nbytes = table.packed()
-        scratch = self._memory.empty(nbytes)
-        copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=buffers))
-        held = {int(source) for source in np.unique(table.rows["src"])}
-        cast = self._casts.begin(batch)
-        chains = {
-            number: [load_step(step, file, self._memory) for step in updates[name].steps]
-            for number, name in enumerate(batch)
-            if number in held or name in cast.names
-        }
-        loaded.update({first + number: chain for number, chain in chains.items()})
-        steps = Steps(chains)
-        steps.apply(packed, [scratch], keep_old=False)
-        steps.apply(cast.table, [cast.sources], keep_old=False)
-        self._compare(batch, updates, packed, scratch, cast.table, cast.sources, traffic)
-        self._casts.finish(cast)
-        return fingerprint(packed, [scratch], self._sizes(batch), memory=self._memory)
+        kept = self.memory.empty(nbytes)
+        copy_segments(bind_moves(packed.moves_from(table), dst=[kept], src=buffers))
+        return bind_moves(table.moves_from(packed), dst=buffers, src=[kept])
 
-    def _compare(
+    def _stream(self, prepared: PreparedUpdate) -> None:
+        """Load and apply what was not kept, one span of a tensor at a time."""
+        for name in prepared.streamed:
+            prepared.begun.add(name)
+            table, buffers = self.live([name])
+            for span in spans_of(table, self._staging_bytes // 2):
+                for step in prepared.updates[name].steps:
+                    for loaded in _load(self, prepared, step, name, span):
+                        for operation in bind_operations({0: [loaded]}, span, buffers, self.memory, revertible=False):
+                            operation.apply()
+            prepared.begun.discard(name)
+
+    def _write_back(self, names: Sequence[str], base: OldBytes | None, prepared: PreparedUpdate) -> None:
+        if not names:
+            return
+        reader = None if base is None else base.reader
+        if reader is None:
+            raise LayoutError("live bytes cannot be written back: the old version is not at hand", tensor=names[0])
+        for name in names:
+            table, buffers = self.live([name])
+            write_back(reader(name), table, buffers, memory=self.memory)
+
+
+def spans_of(table: SegmentTable, room: int) -> Iterator[SegmentTable]:
+    """A tensor's segments in parts of at most `room` bytes, and of whole KiB of the tensor."""
+    if not len(table):
+        return
+    if table.nbytes <= room:
+        yield table
+        return
+    rows = table.rows
+    start = int(rows["src_offset"].min())
+    stop = int((rows["src_offset"] + (rows["rows"] - 1) * rows["src_stride"] + rows["row_bytes"]).max())
+    step = max(room // 1024, 1) * 1024
+    for at in range(start // 1024 * 1024, stop, step):
+        part = table.clipped(at, at + step)
+        if len(part):
+            yield part
+
+
+def _load(
+    store: RankStore, prepared: PreparedUpdate, step: Any, name: str, table: SegmentTable
+) -> list[LoadedStep]:
+    update = prepared.updates[name]
+    loader = Loader(files=prepared.files, memory=store.memory)
+    return loader.load(step, tensor_bytes=update.nbytes, rows=table.rows, where=update.where)
+
+
+@dataclass(slots=True)
+class _Preparing:
+    """One prepare at work."""
+
+    store: RankStore
+    prepared: PreparedUpdate
+    base: OldBytes | None
+    room: int
+    scratch: Any = None
+    dense_bytes: int = 0
+
+    def prepare_batch(self, batch: tuple[str, ...]) -> None:
+        damaged: dict[str, ReadTensor] = {}
+        while True:
+            try:
+                self._attempt(batch, damaged)
+            except DigestMismatchError as error:
+                reader = None if self.base is None else self.base.reader
+                if reader is None or error.tensor not in batch or error.tensor in damaged:
+                    raise
+                # The delta is wrong, or what stands live: with the bytes that should stand there it shows.
+                damaged[str(error.tensor)] = reader
+            else:
+                self.prepared.repaired += damaged
+                return
+
+    def _attempt(self, batch: tuple[str, ...], damaged: Mapping[str, ReadTensor]) -> None:
+        store, prepared = self.store, self.prepared
+        table, buffers = store.live(batch)
+        packed, nbytes = table.packed()
+        scratch = self._scratch(nbytes)
+        self._fill(batch, table, packed, buffers, scratch, damaged)
+        casts = store.begin_casts(batch, damaged)
+        both = SegmentTable.concat([packed, _on_destination(casts.table, 1)])
+        kept, streamed = self._apply(batch, both, [scratch, casts.data])
+        self._compare(batch, both, (scratch, casts.data))
+        first = prepared.names.index(batch[0])
+        prepared.chains.update({first + number: chain for number, chain in kept.items()})
+        prepared.streamed += streamed
+        store.finish_casts(casts, prepared)
+        found = fingerprint(packed, [scratch], store.sizes(batch), memory=store.memory)
+        prepared.expected.append((batch, found))
+
+    def _scratch(self, nbytes: int) -> Any:
+        """Made once: fresh memory costs more than what is done in it."""
+        if self.scratch is None or int(self.scratch.nbytes) < nbytes:
+            self.scratch = None
+            self.scratch = self.store.memory.empty(max(nbytes, self.room))
+        return self.scratch[:nbytes]
+
+    def _fill(
         self,
-        batch: Sequence[str],
-        updates: Mapping[str, TensorUpdate],
+        batch: tuple[str, ...],
+        table: SegmentTable,
         packed: SegmentTable,
+        buffers: Sequence[Any],
         scratch: Any,
-        cast_table: SegmentTable,
-        cast_sources: Any,
-        traffic: Traffic,
+        damaged: Mapping[str, ReadTensor],
     ) -> None:
-        moved = cast_table.rows.copy()
-        moved["dst"] = 1
+        copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=buffers))
+        for name, read in damaged.items():
+            mine = SegmentTable(packed.rows[packed.rows["src"] == batch.index(name)])
+            write_back(read(name), mine, [scratch], memory=self.store.memory)
+
+    def _apply(
+        self, batch: tuple[str, ...], table: SegmentTable, buffers: Sequence[Any]
+    ) -> tuple[dict[int, list[LoadedStep]], list[str]]:
+        """Round by round, so that of what is dense one round is held at a time. Returns what stays for the commit, by
+        number in the batch, and the names of what will be loaded again."""
+        prepared, held = self.prepared, held_by(table)
+        direct = {int(each) for each in np.unique(table.rows["src"][table.rows["dst"] == 0])}
+        kept: dict[int, list[LoadedStep]] = {number: [] for number in direct}
+        streamed: set[int] = set()
+        steps = {number: prepared.updates[batch[number]].steps for number in held}
+        for turn in range(max(map(len, steps.values()), default=0)):
+            chains: dict[int, list[LoadedStep]] = {}
+            for number, chain in steps.items():
+                if turn < len(chain):
+                    part = SegmentTable(held[number])
+                    chains[number] = _load(self.store, prepared, chain[turn], batch[number], part)
+                    if is_dense(chain[turn]):
+                        self._keep_dense(number, chains[number], streamed)
+            for operation in bind_operations(chains, table, buffers, self.store.memory, revertible=False):
+                operation.apply()
+            for number in chains.keys() & direct - streamed:
+                kept[number] += chains[number]
+        for number in streamed:
+            kept.pop(number, None)
+        return kept, [batch[number] for number in sorted(streamed & direct)]
+
+    def _keep_dense(self, number: int, loaded: Sequence[LoadedStep], streamed: set[int]) -> None:
+        nbytes = sum(each.nbytes for each in loaded)
+        if self.dense_bytes + nbytes > self.store.dense_bytes:
+            streamed.add(number)
+            self.prepared.streamed_bytes += nbytes
+        else:
+            self.dense_bytes += nbytes
+
+    def _compare(self, batch: tuple[str, ...], table: SegmentTable, buffers: tuple[Any, ...]) -> None:
+        updates = self.prepared.updates
         shards = Shards(
-            names=tuple(batch),
+            names=batch,
             algorithms=tuple(updates[name].algorithm for name in batch),
-            nbytes=self._sizes(batch),
-            table=SegmentTable.concat([packed, SegmentTable(moved)]),
-            buffers=(scratch, cast_sources),
+            nbytes=self.store.sizes(batch),
+            table=table,
+            buffers=buffers,
         )
-        report = self._digest(shards)
-        traffic.add(report.traffic)
+        report = self.store.digest(shards)
+        self.prepared.traffic.add(report.traffic)
         for name, found in zip(batch, report.digests, strict=True):
             if found != updates[name].checksum:
                 raise DigestMismatchError(
@@ -215,36 +398,8 @@ class RankStore:
                     found=found,
                 )
 
-    def _batches(self, updates: Mapping[str, TensorUpdate]) -> Iterator[list[str]]:
-        """Tensors that go through the scratch together: the same on every rank, by their whole sizes."""
-        batch: list[str] = []
-        nbytes = 0
-        for name, update in updates.items():
-            if batch and nbytes + update.nbytes > self._staging_bytes:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(name)
-            nbytes += update.nbytes
-        if batch:
-            yield batch
 
-    def _live(self, names: Sequence[str]) -> tuple[SegmentTable, list[torch.Tensor]]:
-        table, storages = self.layout.segments(names)
-        return table, storage_bytes(self._params, storages)
-
-    def _sizes(self, names: Sequence[str]) -> Any:
-        forms = {**self.layout.elsewhere}
-        sizes = []
-        for name in names:
-            placement = self.layout.placements.get(name)
-            if placement is None and name not in forms:
-                raise LayoutError("tensor has no placement", tensor=name)
-            sizes.append(forms[name].nbytes if placement is None else placement.tensor_bytes)
-        return np.array(sizes, np.int64)
-
-    def _keep(self, table: SegmentTable, buffers: Sequence[Any]) -> Any:
-        """Copy what `table` names out of the params; the returned moves put it back."""
-        packed, nbytes = table.packed()
-        kept = self._memory.empty(nbytes)
-        copy_segments(bind_moves(packed.moves_from(table), dst=[kept], src=buffers))
-        return bind_moves(table.moves_from(packed), dst=buffers, src=[kept])
+def _on_destination(table: SegmentTable, number: int) -> SegmentTable:
+    rows = table.rows.copy()
+    rows["dst"] = number
+    return SegmentTable(rows)

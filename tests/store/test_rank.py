@@ -14,9 +14,10 @@ from gpusync.digest import digest_of
 from gpusync.errors import DigestMismatchError, Where
 from gpusync.layout import attach, named_tensors, trace
 from gpusync.store.casts import CastStore
-from gpusync.store.compact import CompactFile, CompactWriter
+from gpusync.store.compact import CompactWriter, StepFiles
 from gpusync.store.memory import HostMemory
-from gpusync.store.rank import RankStore, TensorUpdate
+from gpusync.store.rank import RankStore
+from gpusync.store.tensor_update import TensorUpdate
 from gpusync.stream import element_bytes, is_float_order
 from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
 from support.models_apply import assert_same
@@ -81,14 +82,15 @@ class Rank:
                 payload = encode(form, old, new, spec.dtype)
                 if payload is None or np.array_equal(old, new):
                     continue
+                stored = MemoryPayload(payload)
                 decoder = open_delta(
-                    MemoryPayload(payload),
+                    stored,
                     encoding=form.split()[0].replace("gf01", "gpusync"),
                     nbytes=spec.nbytes,
                     element_bytes=element_bytes(spec.dtype),
                     float_order=is_float_order(spec.dtype),
                 )
-                step = writer.add(decoder, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
+                step = writer.add(decoder, stored, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
                 earlier = updates[name].steps if name in updates else ()
                 updates[name] = TensorUpdate(
                     nbytes=spec.nbytes,
@@ -99,7 +101,7 @@ class Rank:
                 )
             before = after
         writer.close()
-        return updates, CompactFile(path)
+        return updates, StepFiles(path)
 
     def live(self) -> dict[str, bytes]:
         return {name: tensor_bytes(tensor).tobytes() for name, tensor in self.params.items()}

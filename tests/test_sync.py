@@ -122,18 +122,18 @@ def test_a_bad_version_changes_nothing_and_the_next_good_one_works(engine: Engin
     engine.assert_live(0)
     publish_full(engine.root / "stream", 2, as_state(engine.states[1]))
     engine.states.append(engine.states[1])
-    assert engine.sync.pull(2).commit_path == "reload"
+    assert engine.sync.pull(2).commit_path == "in place"
     engine.assert_live(2)
 
 
-def test_a_full_version_is_committed_by_a_reload_and_says_so(engine: Engine) -> None:
+def test_a_full_version_is_taken_live_without_a_reload(engine: Engine) -> None:
     engine.publish()
     engine.sync.pull(1)
     engine.states.append(step(engine.states[-1], 2))
     publish_full(engine.root / "stream", 2, as_state(engine.states[2]))
     report = engine.sync.pull(2)
-    assert report.commit_path == "reload"
-    assert "full version 2" in report.reason
+    assert (report.commit_path, report.verified) == ("in place", "unverified-source")
+    assert engine.sync.durable_version == 2
     engine.assert_live(2)
     assert engine.sync.pull(engine.publish()).commit_path == "in place"
     engine.assert_live(3)
@@ -154,7 +154,7 @@ def test_a_restarted_engine_attaches_to_what_is_live_and_catches_up(engine: Engi
     for _ in range(3):
         engine.publish()
     engine.sync.pull(2)
-    engine.sync._mirror.flush(60)
+    engine.sync.flush(60)
     engine.sync.close()
     engine.start(version=2)
     assert engine.sync.version == 2
@@ -166,7 +166,7 @@ def test_a_restart_at_the_base_with_the_mirror_ahead(engine: Engine) -> None:
     for _ in range(2):
         engine.publish()
     engine.sync.pull(2)
-    engine.sync._mirror.flush(60)
+    engine.sync.flush(60)
     engine.sync.close()
     engine.start(version=0)
     assert engine.sync.version == 0
@@ -204,8 +204,8 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
 def test_an_exception_in_the_commit_is_rolled_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.publish()
     prepared = engine.sync.prepare(1)
-    real = engine.sync._store.verify
-    monkeypatch.setattr(engine.sync._store, "verify", lambda update: real(update) or "proj.weight")
+    real = engine.sync._live.store.verify
+    monkeypatch.setattr(engine.sync._live.store, "verify", lambda update: real(update) or "proj.weight")
     with pytest.raises(DigestMismatchError):
         engine.sync.commit(prepared)
     engine.assert_live(0)

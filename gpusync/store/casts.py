@@ -96,7 +96,10 @@ class CastStore:
         made = self._memory.empty(nbytes)
         widths = _widths(segments.dst_dtypes)[table.rows["dst"]]
         rows = table.rows.copy()
-        rows["dst_offset"], rows["dst_stride"] = packed.rows["dst_offset"] // widths, packed.rows["dst_stride"] // widths
+        rows["dst_offset"], rows["dst_stride"] = (
+            packed.rows["dst_offset"] // widths,
+            packed.rows["dst_stride"] // widths,
+        )
         targets = [made] * len(segments.dst_dtypes)
         cast_segments(
             bind_casts(
@@ -173,7 +176,9 @@ class CastStore:
         self, names: Sequence[str], table: SegmentTable, buffers: Sequence[Buffer]
     ) -> dict[str, Fingerprint]:
         sizes = np.zeros(len(names), np.int64)
-        np.maximum.at(sizes, table.rows["src"], table.rows["src_offset"] + table.rows["rows"] * table.rows["src_stride"])
+        np.maximum.at(
+            sizes, table.rows["src"], table.rows["src_offset"] + table.rows["rows"] * table.rows["src_stride"]
+        )
         found = fingerprint(table, buffers, sizes, memory=self._memory)
         return {name: found[number] for number, name in enumerate(names)}
 

@@ -2,24 +2,25 @@
 
 Sparse words and GS01 blobs take memory proportional to what changed and may stay until the commit. Plain bytes and the
 planes of a GF01 take as much as the span itself: they are loaded when they are applied, and dropped after it, unless
-they are small.
+they are small. All that is loaded together goes there in one transfer, and all frames are decoded in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from gpusync.codec import FULL_PLANES, STEP_PLANES, MemoryPayload, read_gf01_layout
+from gpusync.codec import FULL_PLANES, STEP_PLANES, Gf01Layout, MemoryPayload, read_gf01_layout
 from gpusync.codec import XOR as XOR_TRANSFORM
+from gpusync.codec.stored_frames import StoredFrame
 from gpusync.errors import Where
-from gpusync.store.compact import Step, StepFiles, Window
+from gpusync.store.compact import Bytes, Step, StepFiles, Window
 from gpusync.store.memory import Memory
-from gpusync_kernels import Blob, Planes, parse_blob
+from gpusync_kernels import Blob, Planes, SegmentTable, bind_moves, copy_segments, parse_blob
 from gpusync_kernels.placed import element_rows, locate
 from gpusync_kernels.segments import Rows, merge_rows
 
@@ -56,7 +57,7 @@ class SparseSteps:
 
     blob: Blob
     data: Buffer
-    host: Buffer
+    host: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,79 +82,27 @@ class LoadedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loader:
-    """Loads from the files of this host into one memory."""
+class Request:
+    """`step`, for the bytes that `rows`, segments of tensor `number` of `tensor_bytes` bytes, hold."""
 
-    files: StepFiles
-    memory: Memory
+    number: int
+    step: Step
+    tensor_bytes: int
+    rows: Rows
+    where: Where
 
-    def load(self, step: Step, *, tensor_bytes: int, rows: Rows, where: Where) -> list[LoadedStep]:
-        """What `step` does to the bytes that `rows` (segments of this tensor) hold, to be applied in order.
 
-        Raises PayloadError for a frame that is damaged.
-        """
-        span = span_of(rows)
-        if step.kind == "gs01":
-            return [self._load_blob(step)]
-        if step.kind == "gf01":
-            return [self._load_frames(step, span, tensor_bytes, where)]
-        touched = [w for w in step.windows if w.offset < span[1] and w.offset + w.nbytes > span[0]]
-        sparse = [self._load_words(step, w, rows, tensor_bytes) for w in touched if w.is_sparse]
-        plain = [self._load_bytes(step, w, span) for w in touched if not w.is_sparse]
-        words: Action = "overwrite words" if step.kind == "overwrite" else "xor words"
-        whole: Action = "xor bytes" if step.kind == "xor" else "copy bytes"
-        loaded = [(words, [each for each in sparse if each is not None]), (whole, plain)]
-        return [self._step(action, step.word_bytes, parts) for action, parts in loaded if parts]
+def load(requests: Sequence[Request], files: StepFiles, memory: Memory) -> dict[int, list[LoadedStep]]:
+    """By tensor number what its step does, to be applied in order. Raises PayloadError for a frame that is damaged."""
+    work = _Loading(files, memory)
+    made = {request.number: work.plan(request) for request in requests}
+    work.send()
+    return {number: [step() for step in steps] for number, steps in made.items()}
 
-    def _step(self, action: Action, word_bytes: int, parts: Sequence[Part]) -> LoadedStep:
-        return LoadedStep(
-            action=action, word_bytes=word_bytes, parts=tuple(parts), nbytes=sum(_bytes_of(part) for part in parts)
-        )
 
-    def _load_words(self, step: Step, window: Window, rows: Rows, tensor_bytes: int) -> SparseWords | None:
-        positions, words = self.files.positions(window), self.files.words(step, window)
-        first = window.offset // step.word_bytes
-        held = _held(positions, first, rows, step.word_bytes, tensor_bytes)
-        if held is not None:
-            positions, words = positions[held], words[held]
-        if not len(positions):
-            return None
-        loaded = self.memory.upload(words)
-        old = self.memory.zeros_like(loaded) if step.kind == "overwrite" else None
-        return SparseWords(first_element=first, positions=self.memory.upload(positions), words=loaded, old=old)
-
-    def _load_bytes(self, step: Step, window: Window, span: Span) -> PlainBytes:
-        start, stop = max(window.offset, span[0]), min(window.offset + window.nbytes, span[1])
-        data = self.files.read(step, window.words_at + start - window.offset, stop - start)
-        return PlainBytes(offset=start, nbytes=stop - start, data=self.memory.upload(data))
-
-    def _load_blob(self, step: Step) -> LoadedStep:
-        host = self.files.payload(step)
-        part = SparseSteps(blob=parse_blob(memoryview(host), len(host)), data=self.memory.upload(host), host=host)
-        return self._step("steps", step.word_bytes, [part])
-
-    def _load_frames(self, step: Step, span: Span, tensor_bytes: int, where: Where) -> LoadedStep:
-        """Only the frames that hold something of the span are decoded."""
-        payload, width = self.files.payload(step), step.word_bytes
-        source = MemoryPayload(payload)
-        layout = read_gf01_layout(source, nbytes=tensor_bytes, element_bytes=width, where=where)
-        decode = self.memory.frames
-        if layout.transform in (STEP_PLANES, FULL_PLANES):
-            first, stop = span[0] // width, -(-span[1] // width)
-            raw = self.memory.empty((stop - first) * width)
-            for plane in range(width):
-                at = plane * (tensor_bytes // width)
-                target = raw[plane * (stop - first) : (plane + 1) * (stop - first)]
-                decode.decode_range(payload, layout, (at + first, at + stop), target, where=where)
-            planes = PlaneWords(
-                offset=first * width, planes=Planes(data=raw, element_bytes=width, order=int(layout.float_order))
-            )
-            action: Action = "step planes" if layout.transform == STEP_PLANES else "full planes"
-            return self._step(action, width, [planes])
-        data = self.memory.empty(span[1] - span[0])
-        decode.decode_range(payload, layout, span, data, where=where)
-        part = PlainBytes(offset=span[0], nbytes=span[1] - span[0], data=data)
-        return self._step("xor bytes" if layout.transform == XOR_TRANSFORM else "copy bytes", width, [part])
+def is_dense(step: Step) -> bool:
+    """Whether the step takes memory in proportion to the tensor, not to what changed."""
+    return step.kind in ("full", "gf01") or any(not window.is_sparse for window in step.windows)
 
 
 def span_of(rows: Rows) -> Span:
@@ -162,9 +111,132 @@ def span_of(rows: Rows) -> Span:
     return int(rows["src_offset"].min()), int(stop.max())
 
 
-def is_dense(step: Step) -> bool:
-    """Whether the step takes memory in proportion to the tensor, not to what changed."""
-    return step.kind in ("full", "gf01") or any(not window.is_sparse for window in step.windows)
+MakeStep = Callable[[], LoadedStep]
+MakePart = Callable[[], Part]
+
+
+@dataclass(slots=True)
+class _Loading:
+    """What is to be sent and decoded is collected first; then each part takes its own."""
+
+    files: StepFiles
+    memory: Memory
+    arrays: list[npt.NDArray[Any]] = field(default_factory=list)
+    frames: list[StoredFrame] = field(default_factory=list)
+    raw_bytes: int = 0
+    uploaded: list[Buffer] = field(default_factory=list)
+    raw: Buffer = None
+
+    def send(self) -> None:
+        self.uploaded = self.memory.upload_all(self.arrays)
+        if self.frames:
+            self.raw = self.memory.empty(self.raw_bytes)
+            self.memory.decoder.decode(self.frames, self.raw)
+
+    def plan(self, request: Request) -> list[MakeStep]:
+        step = request.step
+        if step.kind == "gs01":
+            return [self._step("steps", step, [self._blob(step)])]
+        if step.kind == "gf01":
+            return [self._framed(request)]
+        span = span_of(request.rows)
+        touched = [w for w in step.windows if w.offset < span[1] and w.offset + w.nbytes > span[0]]
+        sparse = [part for w in touched if w.is_sparse for part in self._words(request, w)]
+        plain = [self._bytes(step, w, span) for w in touched if not w.is_sparse]
+        words: Action = "overwrite words" if step.kind == "overwrite" else "xor words"
+        whole: Action = "xor bytes" if step.kind == "xor" else "copy bytes"
+        return [self._step(action, step, parts) for action, parts in ((words, sparse), (whole, plain)) if parts]
+
+    def _step(self, action: Action, step: Step, parts: Sequence[MakePart]) -> MakeStep:
+        def make() -> LoadedStep:
+            made = tuple(part() for part in parts)
+            nbytes = sum(map(_bytes_of, made))
+            return LoadedStep(action=action, word_bytes=step.word_bytes, parts=made, nbytes=nbytes)
+
+        return make
+
+    def _later(self, array: npt.NDArray[Any]) -> Callable[[], Buffer]:
+        number = len(self.arrays)
+        self.arrays.append(array)
+        return lambda: self.uploaded[number]
+
+    def _words(self, request: Request, window: Window) -> Iterator[MakePart]:
+        step = request.step
+        positions, words = self.files.positions(window), self.files.words(step, window)
+        first = window.offset // step.word_bytes
+        held = _held(positions, first, request.rows, step.word_bytes, request.tensor_bytes)
+        if held is not None:
+            positions, words = positions[held], words[held]
+        if not len(positions):
+            return
+        positions_there, words_there = self._later(positions), self._later(words)
+
+        def make() -> Part:
+            old = self.memory.zeros_like(words_there()) if step.kind == "overwrite" else None
+            return SparseWords(first_element=first, positions=positions_there(), words=words_there(), old=old)
+
+        yield make
+
+    def _bytes(self, step: Step, window: Window, span: Span) -> MakePart:
+        start, stop = max(window.offset, span[0]), min(window.offset + window.nbytes, span[1])
+        data = self._later(self.files.read(step, window.words_at + start - window.offset, stop - start))
+        return lambda: PlainBytes(offset=start, nbytes=stop - start, data=data())
+
+    def _blob(self, step: Step) -> MakePart:
+        host = self.files.payload(step)
+        blob, data = parse_blob(memoryview(host), len(host)), self._later(host)
+        return lambda: SparseSteps(blob=blob, data=data(), host=host)
+
+    def _framed(self, request: Request) -> MakeStep:
+        """Only the frames that hold something of the span are decoded."""
+        step, width = request.step, request.step.word_bytes
+        payload, span = self.files.payload(step), span_of(request.rows)
+        layout = read_gf01_layout(
+            MemoryPayload(payload), nbytes=request.tensor_bytes, element_bytes=width, where=request.where
+        )
+        if layout.transform not in (STEP_PLANES, FULL_PLANES):
+            at, first, stop = self._decode(payload, layout, span, request.where)
+            action: Action = "xor bytes" if layout.transform == XOR_TRANSFORM else "copy bytes"
+            return self._step(
+                action,
+                step,
+                [lambda: PlainBytes(offset=first, nbytes=stop - first, data=self.raw[at : at + stop - first])],
+            )
+        low, high = span[0] // width, -(-span[1] // width)
+        elements = request.tensor_bytes // width
+        ranges = [
+            self._decode(payload, layout, (plane * elements + low, plane * elements + high), request.where)
+            for plane in range(width)
+        ]
+        order = int(layout.float_order)
+        action = "step planes" if layout.transform == STEP_PLANES else "full planes"
+        return self._step(action, step, [lambda: self._planes(ranges, (low, high), elements, width, order)])
+
+    def _planes(
+        self, ranges: Sequence[tuple[int, int, int]], span: Span, elements: int, width: int, order: int
+    ) -> PlaneWords:
+        """The planes of a span side by side."""
+        low, high = span
+        joined = self.memory.empty((high - low) * width)
+        starts = [at + plane * elements + low - first for plane, (at, first, _) in enumerate(ranges)]
+        table = SegmentTable.flat(
+            dst_offset=np.arange(width) * (high - low), src_offset=np.array(starts, np.int64), nbytes=high - low
+        )
+        copy_segments(bind_moves(table, dst=[joined], src=[self.raw]))
+        return PlaneWords(offset=low * width, planes=Planes(data=joined, element_bytes=width, order=order))
+
+    def _decode(self, payload: Bytes, layout: Gf01Layout, span: Span, where: Where) -> tuple[int, int, int]:
+        """`(where in `raw`, first raw byte, one past the last)` of the frames that hold a span of raw bytes."""
+        first, stop = span[0] // layout.frame_bytes, -(-span[1] // layout.frame_bytes)
+        start = self.raw_bytes
+        for frame in range(first, stop):
+            stored = payload[int(layout.frame_offsets[frame]) : int(layout.frame_offsets[frame + 1])]
+            nbytes = layout.decoded_bytes(frame)
+            self.frames.append(
+                StoredFrame(stored=memoryview(stored), nbytes=nbytes, offset=self.raw_bytes, where=where)
+            )
+            self.raw_bytes += -(-nbytes // 16) * 16
+        return start, first * layout.frame_bytes, min(stop * layout.frame_bytes, layout.raw_bytes)
 
 
 def _held(
@@ -175,8 +247,7 @@ def _held(
         return None
     start, stop = span_of(rows)
     low, high = (
-        int(np.searchsorted(positions, np.uint32(max(at - first, 0))))
-        for at in (start // word_bytes, -(-stop // word_bytes))
+        int(np.searchsorted(positions, max(at - first, 0))) for at in (start // word_bytes, -(-stop // word_bytes))
     )
     if (len(rows) == 1 and rows["rows"][0] == 1) or len(rows) > MASKED_SEGMENTS:
         return slice(low, high)

@@ -1,4 +1,4 @@
-"""What a chain of steps does to bytes, as operations over many tensors at once: scratch in prepare, live params in commit.
+"""What a chain of steps does to bytes, as operations over many tensors: scratch in prepare, live params in commit.
 
 A *round* is the n-th loaded step of every tensor that has one; rounds follow each other, and within a round each action
 and word width is one call over all tensors, whatever their number. An operation is bound to its buffers once, and then
@@ -55,8 +55,8 @@ class Operation(Protocol):
 def bind_operations(
     chains: Chains, table: SegmentTable, buffers: Sequence[Buffer], memory: Memory, *, revertible: bool
 ) -> Iterator[Operation]:
-    """Operations on the bytes of `table` (sources are tensor numbers, destinations `buffers`), in order, each bound when
-    it is asked for. With `revertible` all that an undo needs is kept on the way."""
+    """Operations on the bytes of `table` (sources are tensor numbers, destinations `buffers`), in order, each bound
+    when it is asked for. With `revertible` all that an undo needs is kept on the way."""
     held = held_by(table)
     for round_number in range(max(map(len, chains.values()), default=0)):
         groups: dict[tuple[Action, int], dict[int, LoadedStep]] = {}

@@ -7,7 +7,7 @@ form. Commit runs the same calls over the live params.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,16 +19,18 @@ import torch
 from gpusync.digest import DigestReport, Shards, sharded_digests
 from gpusync.errors import DigestMismatchError, LayoutError
 from gpusync.layout import LayoutMap, ReadTensor, check_addresses, storage_bytes
+from gpusync.progress import Progress, counter
 from gpusync.store.casts import CastBatch, CastStore
-from gpusync.store.compact import StepFiles
-from gpusync.store.fingerprint import first_difference, fingerprint
-from gpusync.store.load import LoadedStep, Loader, is_dense
+from gpusync.store.compact import Step, StepFiles
+from gpusync.store.fingerprint import fingerprint, first_difference
+from gpusync.store.load import LoadedStep, Request, is_dense, load
 from gpusync.store.memory import Memory, is_out_of_memory
 from gpusync.store.operations import bind_operations, held_by
 from gpusync.store.restore import OldBytes, write_back
 from gpusync.store.tensor_update import TensorUpdate
 from gpusync.store.update import PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
+from gpusync_kernels.segments import Rows
 
 STAGING_BYTES = 1 << 30
 MIN_STAGING_BYTES = 1 << 20
@@ -102,6 +104,7 @@ class RankStore:
         *,
         room: int | None = None,
         base: OldBytes | None = None,
+        progress: Progress | None = None,
     ) -> PreparedUpdate:
         """Bring the changed slices to their new state in scratch and compare digests with the published checksums.
 
@@ -114,11 +117,14 @@ class RankStore:
         updates = {name: update for name, update in updates.items() if name in self.held_by_any}
         room = self.reserve(updates) if room is None else room
         prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files)
+        tell = counter(progress, sum(update.nbytes for update in updates.values()))
         work = _Preparing(self, prepared, base, room)
-        for batch in self._batches(updates, room):
-            work.prepare_batch(batch)
-        work.scratch = None
-        self._bind(prepared, base)
+        with self.memory.beside():
+            for batch in self._batches(updates, room):
+                work.prepare_batch(batch)
+                tell(sum(updates[name].nbytes for name in batch))
+            work.scratch = None
+            self._bind(prepared, base)
         return prepared
 
     def commit(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
@@ -238,9 +244,9 @@ class RankStore:
             table, buffers = self.live([name])
             for span in spans_of(table, self._staging_bytes // 2):
                 for step in prepared.updates[name].steps:
-                    for loaded in _load(self, prepared, step, name, span):
-                        for operation in bind_operations({0: [loaded]}, span, buffers, self.memory, revertible=False):
-                            operation.apply()
+                    chains = load([_request(prepared, name, step, 0, span.rows)], prepared.files, self.memory)
+                    for operation in bind_operations(chains, span, buffers, self.memory, revertible=False):
+                        operation.apply()
             prepared.begun.discard(name)
 
     def _write_back(self, names: Sequence[str], base: OldBytes | None, prepared: PreparedUpdate) -> None:
@@ -271,12 +277,9 @@ def spans_of(table: SegmentTable, room: int) -> Iterator[SegmentTable]:
             yield part
 
 
-def _load(
-    store: RankStore, prepared: PreparedUpdate, step: Any, name: str, table: SegmentTable
-) -> list[LoadedStep]:
+def _request(prepared: PreparedUpdate, name: str, step: Step, number: int, rows: Rows) -> Request:
     update = prepared.updates[name]
-    loader = Loader(files=prepared.files, memory=store.memory)
-    return loader.load(step, tensor_bytes=update.nbytes, rows=table.rows, where=update.where)
+    return Request(number=number, step=step, tensor_bytes=update.nbytes, rows=rows, where=update.where)
 
 
 @dataclass(slots=True)
@@ -306,7 +309,8 @@ class _Preparing:
                 return
 
     def _attempt(self, batch: tuple[str, ...], damaged: Mapping[str, ReadTensor]) -> None:
-        store, prepared = self.store, self.prepared
+        store, prepared, watch = self.store, self.prepared, self.prepared.watch
+        watch.lap("stage")
         table, buffers = store.live(batch)
         packed, nbytes = table.packed()
         scratch = self._scratch(nbytes)
@@ -314,13 +318,16 @@ class _Preparing:
         casts = store.begin_casts(batch, damaged)
         both = SegmentTable.concat([packed, _on_destination(casts.table, 1)])
         kept, streamed = self._apply(batch, both, [scratch, casts.data])
+        watch.lap("stage")
         self._compare(batch, both, (scratch, casts.data))
+        watch.lap("digest")
         first = prepared.names.index(batch[0])
         prepared.chains.update({first + number: chain for number, chain in kept.items()})
         prepared.streamed += streamed
         store.finish_casts(casts, prepared)
         found = fingerprint(packed, [scratch], store.sizes(batch), memory=store.memory)
         prepared.expected.append((batch, found))
+        watch.lap("fingerprint")
 
     def _scratch(self, nbytes: int) -> Any:
         """Made once: fresh memory costs more than what is done in it."""
@@ -354,13 +361,15 @@ class _Preparing:
         streamed: set[int] = set()
         steps = {number: prepared.updates[batch[number]].steps for number in held}
         for turn in range(max(map(len, steps.values()), default=0)):
-            chains: dict[int, list[LoadedStep]] = {}
-            for number, chain in steps.items():
-                if turn < len(chain):
-                    part = SegmentTable(held[number])
-                    chains[number] = _load(self.store, prepared, chain[turn], batch[number], part)
-                    if is_dense(chain[turn]):
-                        self._keep_dense(number, chains[number], streamed)
+            requests = [
+                _request(prepared, batch[number], chain[turn], number, held[number])
+                for number, chain in steps.items()
+                if turn < len(chain)
+            ]
+            chains = load(requests, prepared.files, self.store.memory)
+            for request in requests:
+                if is_dense(request.step):
+                    self._keep_dense(request.number, chains[request.number], streamed)
             for operation in bind_operations(chains, table, buffers, self.store.memory, revertible=False):
                 operation.apply()
             for number in chains.keys() & direct - streamed:

@@ -23,7 +23,6 @@ class OldBytes(Protocol):
     def reader(self) -> ReadTensor | None: ...
 
 
-
 def write_back(source: ByteSource, table: SegmentTable, buffers: Sequence[Any], *, memory: Memory) -> None:
     """Copy what `table` holds of one tensor from `source`, which reads the whole of it, to the destinations."""
     if not len(table):

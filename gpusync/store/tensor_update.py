@@ -1,4 +1,4 @@
-"""What a chain does to one tensor, as the leader of a host tells its ranks. Without torch: a helper process makes it."""
+"""What a chain does to one tensor, as a host's leader tells its ranks. Without torch: a helper process makes it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpusync.digest import Traffic
+from gpusync.report import Stopwatch
 from gpusync.store.casts import PreparedCasts
 from gpusync.store.compact import StepFiles
 from gpusync.store.fingerprint import Fingerprint
@@ -37,6 +38,7 @@ class PreparedUpdate:
     begun: set[str] = field(default_factory=set)
     kept: list[Any] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     touched_bytes: int = 0
     streamed_bytes: int = 0
 

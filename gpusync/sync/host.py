@@ -224,16 +224,6 @@ class Host:
         return self._sources.source_dir if entry is None else entry.directory(self.mirror.control)
 
 
-def wait_for_files(mirror_version: Any, version: int, *, timeout_s: float) -> bool:
-    """Whether the local files come to hold `version` in time, as `mirror_version()` tells."""
-    deadline = time.monotonic() + timeout_s
-    while (found := mirror_version()) != version:
-        if found is not None and found > version or time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def require_leader(host: Host | None, rank: int) -> Host:
     if host is None:
         raise MirrorError("only the leader of a host knows what is durable there", found=f"rank {rank}")

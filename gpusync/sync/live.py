@@ -75,7 +75,8 @@ class LiveModel:
         """The traced map with the params as they are now."""
         self.params = named_tensors(self._model)
         self.layout = attach(self._traced, self.params)[0]
-        self.memory = self._choose_memory(self.params)
+        patched = {p.param for each in self.layout.placements.values() if each.is_patched for p in each.pieces}
+        self.memory = self._choose_memory({name: self.params[name] for name in sorted(patched)})
 
     def identify(self) -> int | None:
         """Which known version the live bytes are."""

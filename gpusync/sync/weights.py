@@ -82,13 +82,6 @@ class WeightSync:
     ) -> None:
         self._local = Path(local_checkpoint_dir)
         sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
-        self._backend = ("", "")
-
-        def memory_for(params: Mapping[str, torch.Tensor]) -> Any:
-            memory, reason = choose_memory(params, want=device)
-            self._backend = (memory.applier, reason)
-            return memory
-
         self._live = LiveModel(
             model,
             load_weights=load_weights,
@@ -96,7 +89,7 @@ class WeightSync:
             derived=derived,
             sources=sources,
             local_checkpoint_dir=self._local,
-            choose_memory=memory_for,
+            choose_memory=lambda params: choose_memory(params, want=device)[0],
         )
         self._reload = self._live.load if reload is None else reload
         self._verify, self._staging_bytes, self._timeout = verify, staging_bytes, timeout
@@ -319,7 +312,7 @@ class WeightSync:
         if path == "in place":
             update = self._verify_update(updates, fetched, base, transaction, clock)
         self._step("making the version durable", lambda: self._accept(target), transaction, "accept", clock)
-        decoder = "host, in a helper process" if self._host_options["in_process"] is False else "host"
+        applier, decoder = self._live.memory.backend
         report = SyncReport(
             version=target,
             version_before=self._live.version,
@@ -327,7 +320,7 @@ class WeightSync:
             commit_path=path,
             reason=reason,
             decoder=decoder,
-            applier=": ".join(self._backend),
+            applier=applier,
             verified="unverified-source" if fetched.is_unverified else "checksums",
             tensors_changed=len(updates),
             repaired=() if update is None else tuple(update.repaired),
@@ -361,7 +354,7 @@ class WeightSync:
             chain=(),
             commit_path="nothing" if before == 0 else "reload",
             reason="live is the base already" if before == 0 else plan.reason,
-            applier=": ".join(self._backend),
+            applier=self._live.memory.backend[0],
             bytes_by_class=self._live.layout.bytes_by_class(),
             seconds=clock.seconds,
         )
@@ -431,10 +424,14 @@ class WeightSync:
         room = min(self._group.gather_objects(room, timeout_s=self._timeout))
         update = self._step(
             "verifying",
-            lambda: store.prepare(updates, files, room=room, base=base, clock=clock, progress=self._progress),
+            lambda: store.prepare(updates, files, room=room, base=base, progress=self._progress),
             transaction,
             "verify",
+            clock,
         )
+        for stage, seconds in update.watch.seconds.items():
+            if stage != "total":
+                clock.add(stage, seconds)
         return update
 
     def _accept(self, target: int) -> None:
@@ -553,9 +550,7 @@ class WeightSync:
             self._expiry.cancel()
             self._expiry = None
 
-    def _step(
-        self, what: str, work: Callable[[], T], transaction: str, phase: str, clock: Clock | None = None
-    ) -> T:
+    def _step(self, what: str, work: Callable[[], T], transaction: str, phase: str, clock: Clock | None = None) -> T:
         """One step of all ranks. With a clock, what it takes beyond the work itself is counted as agreeing."""
         began, worked = time.monotonic(), 0.0
 

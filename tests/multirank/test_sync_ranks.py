@@ -79,9 +79,9 @@ def fail_on_one(root: Path, rank: int) -> None:
     """A fault on rank 1, in prepare and in commit: every rank raises, the old version is live, the next pull works."""
     engine = EngineRank(root, ModelConfig())
     engine.sync.pull(1)
-    store = engine.sync._store
+    store = engine.sync._live.store
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise MemoryError("the device has no memory left")
 
     real_prepare, real_commit = store.prepare, store.commit
@@ -93,7 +93,7 @@ def fail_on_one(root: Path, rank: int) -> None:
     store.prepare = real_prepare  # type: ignore[method-assign]
     prepared = engine.sync.prepare(2)
     if rank == 1:
-        store.commit = lambda update: (real_commit(update), broken())  # type: ignore[method-assign, assignment]
+        store.commit = lambda *a, **k: (real_commit(*a, **k), broken())  # type: ignore[method-assign, assignment]
     with pytest.raises(MemoryError if rank == 1 else PeerFailedError, match="no memory left"):
         engine.sync.commit(prepared)
     engine.assert_live(1)
@@ -141,7 +141,7 @@ def two_hosts(root: Path, rank: int) -> None:
     for version in (1, 3):
         engine.sync.pull(version)
         engine.assert_live(version)
-    if engine.sync._mirror is not None:
+    if engine.sync._host is not None:
         assert engine.sync.durable_version == 3
     engine.sync.close()
 

@@ -72,13 +72,18 @@ def history(config: ModelConfig, versions: int) -> list[Tensors]:
 
 
 class EngineRank:
-    """One rank. `host` names the local directory: ranks with the same one are on one host."""
+    """One rank. `host` names the local directory: ranks with the same one are on one host. `device`: where its params
+    are; its twin is on the CPU in any case.
+    """
 
-    def __init__(self, root: Path, config: ModelConfig, *, host: str = "local", version: int = 0) -> None:
+    def __init__(
+        self, root: Path, config: ModelConfig, *, host: str = "local", version: int = 0, device: str = "cpu"
+    ) -> None:
         self.config, self.root, self.host = config, root, host
         self.states = history(config, 4)
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size())
-        self.model = fresh_load(config, self.ranks, self.states[version])
+        with torch.device(device):
+            self.model = fresh_load(config, self.ranks, self.states[version])
         twin = TinyModel(config, self.ranks)
         self.sync = WeightSync(
             self.model,

@@ -26,6 +26,8 @@ class DeviceMemory:
     thread does not, unless there are more bytes than that.
     """
 
+    scratch_bytes = 1 << 62
+
     def __init__(self, device: torch.device | str, *, pinned_bytes: int = PINNED_BYTES) -> None:
         self.device: torch.device = with_index(device)
         self.pinned_bytes = pinned_bytes

@@ -37,6 +37,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def scratch_bytes(self) -> int:
+        """How much scratch is of use at once: on a device as much as may be had, on the host what caches hold."""
+        ...
+
+    @property
     def backend(self) -> tuple[str, str]:
         """`(applier, decoder)` with the reasons, for reports."""
         ...
@@ -114,6 +119,8 @@ class Accounts:
 
 class HostMemory:
     """Numpy arrays. For ranks on a CPU, whose params are torch CPU tensors."""
+
+    scratch_bytes = 32 << 20
 
     def __init__(self) -> None:
         self._accounts = Accounts()

@@ -86,7 +86,7 @@ class RankStore:
         """How much scratch an update can have here: what it needs, the staging budget, or what there is memory for."""
         needed = max((self.held_by_any.get(name, 0) for name in updates), default=0)
         total = sum(self.held_by_any.get(name, 0) for name in updates)
-        room = min(self._staging_bytes // 2, max(total, needed))
+        room = min(self._staging_bytes // 2, self.memory.scratch_bytes, max(total, needed))
         while True:
             try:
                 self.memory.empty(room)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gpusync.digest.batch_plan import BLOCK_WORDS, BatchPlan
 from gpusync.digest.exchange import Bytes, Program, Round, Seat, nothing
 from gpusync.digest.fragments import copy_to_source, on_host, zeros_on
+from gpusync.digest.host_chain import advance_on_host
 from gpusync.digest.intervals import ByTensor, Ints
 from gpusync.digest.routes import SUMS_ROW_BYTES, Routes, Runs
 from gpusync.digest.supply import Source
@@ -115,7 +116,8 @@ class _Work:
         if not len(tensor):
             return {}
         number = plan.batch.tensors[tensor]
-        lanes[number] = advance(_layout_of(plan.layout, tensor), self.sums, Links(lanes[number], first, stop))
+        step = advance_on_host if isinstance(self.sums, np.ndarray) else advance
+        lanes[number] = step(_layout_of(plan.layout, tensor), self.sums, Links(lanes[number], first, stop))
         if not last.any():
             return {}
         tensor, number, stop = tensor[last], number[last], stop[last]

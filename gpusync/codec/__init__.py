@@ -14,6 +14,7 @@ from gpusync.codec.gf01 import (
     Gf01Decoder,
     encode_gf01,
 )
+from gpusync.codec.gs01 import GS01_MAGIC, Gs01Decoder
 from gpusync.codec.overwrite import OverwriteDecoder, encode_overwrite
 from gpusync.codec.payload import U8, MemoryPayload, Payload
 from gpusync.codec.windows import WINDOW_BYTES, Windows
@@ -24,6 +25,7 @@ __all__ = [
     "FULL",
     "FULL_PLANES",
     "GF01_MAGIC",
+    "GS01_MAGIC",
     "STEP_PLANES",
     "TRANSFORM_NAMES",
     "U8",
@@ -34,6 +36,7 @@ __all__ = [
     "FrameInfo",
     "FrameReader",
     "Gf01Decoder",
+    "Gs01Decoder",
     "MemoryPayload",
     "OverwriteDecoder",
     "Payload",

@@ -67,6 +67,10 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     whole = old.size - old.size % LINE_BYTES
     differences = old[:whole].view("<u8") != new[:whole].view("<u8")
     lines = np.flatnonzero(differences.view("<u8"))  # eight flags, a line's words, as one
+    if 2 * len(lines) * LINE_BYTES > old.size:
+        steps = to_order(new.view(kind), order) - to_order(old.view(kind), order)
+        found = np.flatnonzero(steps)
+        return found.astype("<u4"), steps[found]
     before, after = (side[:whole].view(kind).reshape(-1, per_line)[lines].reshape(-1) for side in (old, new))
     found = np.flatnonzero(before != after)
     tail = np.flatnonzero(old[whole:].view(kind) != new[whole:].view(kind))

@@ -35,7 +35,7 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """Changes of one stretch: ascending positions in it, sizes (unsigned), signs, classes, and new words of literals."""
+    """Changes of a stretch: ascending positions in it; sizes (unsigned), signs and classes of steps; literal words."""
 
     positions: npt.NDArray[Any]
     sizes: Words
@@ -80,7 +80,8 @@ class Gs01Steps:
 
     def encode(self) -> bytes:
         """The payload. There must be a change."""
-        descriptors, bodies = [], []
+        descriptors: list[bytes] = []
+        bodies: list[bytes] = []
         for part in range(len(self._spans)):
             steps = self._part(part)
             if not len(steps.positions):
@@ -121,7 +122,7 @@ class Gs01Steps:
         """The steps of a part, found again where they were not kept; what was kept of it is let go."""
         pieces = range(part << self._part_log2 - PIECE_LOG2, part + 1 << self._part_log2 - PIECE_LOG2)
         found = [
-            (piece, self._kept.pop(piece, None) or self._find(piece))
+            (piece, self._kept.pop(piece) if piece in self._kept else self._find(piece))
             for piece in pieces
             if piece < len(self._histogram) and self._histogram[piece].any()
         ]

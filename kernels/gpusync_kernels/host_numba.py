@@ -52,13 +52,12 @@ def mark(seen: Any, index: Ints) -> bool:
 def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tuple[Any, Words]:
     before, after = old.view(SIGNED[element_bytes]), new.view(SIGNED[element_bytes])
     whole = old.size - old.size % 8
-    count = _count_changed(before, after)
-    positions, steps = np.empty(count, "<u4"), np.empty(count, SIGNED[element_bytes])
-    bits = 8 * element_bytes
+    positions, steps = np.empty(len(before), "<u4"), np.empty(len(before), SIGNED[element_bytes])
+    bits = 8 * element_bytes  # memory that is not written to is not taken
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
     sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
-    _find(*sides, before, after, bits, flipped, positions, steps)
-    return positions, steps
+    found = _find(*sides, before, after, bits, flipped, positions, steps)
+    return positions[:found].copy(), steps[:found].copy()
 
 
 def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[int, Any, Any, Any]:
@@ -143,14 +142,6 @@ def _mark(seen, index):
 
 
 @_compiled
-def _count_changed(before, after):
-    count = 0
-    for number in range(len(before)):
-        count += before[number] != after[number]
-    return count
-
-
-@_compiled
 def _find(old, new, before, after, bits, flipped, positions, steps):
     """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
     found, per_word = 0, 64 // bits
@@ -159,7 +150,7 @@ def _find(old, new, before, after, bits, flipped, positions, steps):
             found = _find_elements(
                 before, after, number * per_word, (number + 1) * per_word, bits, flipped, positions, steps, found
             )
-    _find_elements(before, after, len(old) * per_word, len(before), bits, flipped, positions, steps, found)
+    return _find_elements(before, after, len(old) * per_word, len(before), bits, flipped, positions, steps, found)
 
 
 @_compiled

@@ -18,6 +18,7 @@ class XorDecoder:
     """Changes old bytes into new ones, window by window. Holds one window of at most `WINDOW_BYTES`."""
 
     needs_base = True
+    unit_bytes = 1
 
     def __init__(self, payload: Payload, *, nbytes: int, where: Where = NOWHERE) -> None:
         self._frame = FrameReader(payload, content_size=nbytes, where=where)

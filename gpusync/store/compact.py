@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from gpusync.codec import DeltaDecoder, Gf01Decoder, OverwriteDecoder, Payload, XorDecoder
+from gpusync.codec import DeltaDecoder, Gf01Decoder, Gs01Decoder, OverwriteDecoder, Payload, XorDecoder
 from gpusync.codec.compact import Positions, changed_positions, elements
-from gpusync.errors import LayoutError
+from gpusync.errors import NOWHERE, LayoutError, Where
 
 WINDOW_BYTES = 16 * 2**20
 COPY_BYTES = 4 * 2**20
@@ -97,7 +97,9 @@ class CompactWriter:
     def nbytes(self) -> int:
         return self._end
 
-    def add(self, decoder: DeltaDecoder, payload: Payload, *, nbytes: int, element_bytes: int) -> Step:
+    def add(
+        self, decoder: DeltaDecoder, payload: Payload, *, nbytes: int, element_bytes: int, where: Where = NOWHERE
+    ) -> Step:
         """The whole of one delta of a tensor of `nbytes` bytes: `payload`, opened as `decoder`. Raises what the decoder
         raises; the file then holds bytes that nobody names."""
         if isinstance(decoder, OverwriteDecoder):
@@ -105,13 +107,13 @@ class CompactWriter:
             return Step(kind="overwrite", word_bytes=1, windows=tuple(listed))
         if isinstance(decoder, XorDecoder):
             return self._add_xor(decoder, nbytes=nbytes, element_bytes=element_bytes)
-        kind: StepKind = "gf01" if isinstance(decoder, Gf01Decoder) else "gs01"
-        return Step(
-            kind=kind,
-            word_bytes=element_bytes,
-            payload=(self._copy(payload), payload.nbytes),
-            replaces=not decoder.needs_base,
-        )
+        place = self._copy(payload), payload.nbytes
+        if isinstance(decoder, Gf01Decoder):
+            replaces = not decoder.needs_base
+            return Step(kind="gf01", word_bytes=element_bytes, payload=place, replaces=replaces)
+        copied = _Copied(self._fd, *place)
+        Gs01Decoder(copied, nbytes=nbytes, element_bytes=element_bytes, where=where).check()
+        return Step(kind="gs01", word_bytes=element_bytes, payload=place)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -177,6 +179,20 @@ class CompactWriter:
         view, done = memoryview(data), 0
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], at + done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A payload as it was copied: nobody else can change it any more."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+    def read_into(self, offset: int, buffer: memoryview, /) -> None:
+        done = 0
+        while done < len(buffer):
+            done += os.preadv(self.fd, [buffer[done:]], self.offset + offset + done)
 
 
 @dataclass(slots=True)

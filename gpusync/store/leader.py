@@ -115,7 +115,7 @@ def _decode(delta: Delta, base: StoredTensor, writer: CompactWriter, files: Open
             float_order=is_float_order(base.dtype),
             where=delta.where,
         )
-        return writer.add(decoder, checked, nbytes=base.nbytes, element_bytes=width)
+        return writer.add(decoder, checked, nbytes=base.nbytes, element_bytes=width, where=delta.where)
 
 
 def _update(base: StoredTensor, newest: Delta, steps: Sequence[Step]) -> TensorUpdate:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpusync.digest import DigestReport, Shards
-from gpusync.errors import GpusyncError
+from gpusync.errors import GpusyncError, LayoutError
 from gpusync.layout import (
     DerivedRegistry,
     LayoutMap,
@@ -48,6 +48,7 @@ class LiveModel:
         *,
         load_weights: LoadWeights,
         twin: torch.nn.Module | None,
+        layout: LayoutMap | None,
         derived: DerivedRegistry,
         sources: Sources,
         local_checkpoint_dir: Path,
@@ -56,6 +57,7 @@ class LiveModel:
         self._model, self._load_weights, self._twin, self._derived = model, load_weights, twin, derived
         self._sources, self._local = sources, local_checkpoint_dir
         self._choose_memory = choose_memory
+        self._traced = layout
         self.applied = Applied()
 
     @property
@@ -65,14 +67,17 @@ class LiveModel:
     def trace(self) -> None:
         """Find out where the loader puts every tensor of the base, and that it is there in the model that serves."""
         base = self._sources.read_base()
-        traced = self._model if self._twin is None else self._twin
-        layout = trace(traced, self._load_weights, base.tensors, derived=self._derived, is_twin=self._twin is not None)
+        if self._traced is None:
+            traced, is_twin = (self._model, False) if self._twin is None else (self._twin, True)
+            self._traced = trace(traced, self._load_weights, base.tensors, derived=self._derived, is_twin=is_twin)
+        self._traced.check_tensors(base.tensors)
         self.tensors = base.tensors
-        self._traced = layout
         self.bind()
 
     def bind(self) -> None:
         """The traced map with the params as they are now."""
+        if self._traced is None:
+            raise LayoutError("the layout was not traced")
         self.params = named_tensors(self._model)
         self.layout = attach(self._traced, self.params)[0]
         patched = {p.param for each in self.layout.placements.values() if each.is_patched for p in each.pieces}

@@ -19,7 +19,7 @@ import torch
 
 from gpusync.errors import DigestMismatchError, MirrorError, RefusedError
 from gpusync.hooks import Hook
-from gpusync.layout import DERIVED, DerivedRegistry
+from gpusync.layout import DERIVED, DerivedRegistry, LayoutMap
 from gpusync.mirror.look import Sources
 from gpusync.plan import Applied, Plan
 from gpusync.progress import Progress
@@ -45,7 +45,8 @@ class WeightSync:
     """One per rank, on every rank of `group` (None: this process alone).
 
     `load_weights` is the engine's own, of `model` as it serves; where that does more than copy, `twin` is a second
-    model, not loaded and never used again, and `load_weights` is the twin's. `reload(directory)` is the engine's
+    model, not loaded and never used again, and `load_weights` is the twin's. `layout`, if it is given, was traced before
+    for a checkpoint like the base, and no loader is run here. `reload(directory)` is the engine's
     ordinary reload; by default the tensors of the directory go through `load_weights`, which must be the model's then.
     `derived` holds the functions that recompute what the engine made of params. `verify`: whether live bytes are
     compared again after a commit. `device`: "gpu" fails where params are not on one. `staging_bytes` bounds scratch
@@ -67,6 +68,7 @@ class WeightSync:
         source_dir: str | os.PathLike[str],
         group: Any | None = None,
         twin: torch.nn.Module | None = None,
+        layout: LayoutMap | None = None,
         reload: Callable[[Path], object] | None = None,
         derived: DerivedRegistry = DERIVED,
         device: Want = "auto",
@@ -86,6 +88,7 @@ class WeightSync:
             model,
             load_weights=load_weights,
             twin=twin,
+            layout=layout,
             derived=derived,
             sources=sources,
             local_checkpoint_dir=self._local,

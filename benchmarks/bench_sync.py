@@ -1,6 +1,6 @@
 """Live weights brought to a version: slime's way against gpusync's, in one process on the same data.
 
-(a) slime's way: `gpusync.pull()` patches the local checkpoint, then every tensor is loaded from it into the live params.
+(a) slime's way: `gpusync.pull()` patches the local checkpoint, then every tensor is loaded from it into live params.
 (b) gpusync: `prepare` verifies beside the params, `commit` changes them in place; the local checkpoint follows behind.
 
 One rank, params as the checkpoint names them (gate_up and qkv fused, as engines do). After every measured commit the

@@ -8,7 +8,6 @@ form. Commit runs the same calls over the live params.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,20 +16,20 @@ import numpy.typing as npt
 import torch
 
 from gpusync.digest import DigestReport, Shards, sharded_digests
-from gpusync.errors import DigestMismatchError, LayoutError
+from gpusync.errors import LayoutError
 from gpusync.layout import LayoutMap, ReadTensor, check_addresses, storage_bytes
 from gpusync.progress import Progress, counter
 from gpusync.store.casts import CastBatch, CastStore
-from gpusync.store.compact import Step, StepFiles
+from gpusync.store.compact import StepFiles
 from gpusync.store.fingerprint import fingerprint, first_difference
-from gpusync.store.load import LoadedStep, Request, is_dense, load
+from gpusync.store.load import load
 from gpusync.store.memory import Memory, is_out_of_memory
 from gpusync.store.operations import bind_operations, held_by
+from gpusync.store.preparing import Preparing, request_of, spans_of
 from gpusync.store.restore import OldBytes, write_back
 from gpusync.store.tensor_update import TensorUpdate
 from gpusync.store.update import PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
-from gpusync_kernels.segments import Rows
 
 STAGING_BYTES = 1 << 30
 MIN_STAGING_BYTES = 1 << 20
@@ -118,10 +117,10 @@ class RankStore:
         room = self.reserve(updates) if room is None else room
         prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files)
         tell = counter(progress, sum(update.nbytes for update in updates.values()))
-        work = _Preparing(self, prepared, base, room)
+        work = Preparing(self, prepared, base, room)
         with self.memory.beside():
             for batch in self._batches(updates, room):
-                work.prepare_batch(batch)
+                work.prepare(batch)
                 tell(sum(updates[name].nbytes for name in batch))
             work.scratch = None
             self._bind(prepared, base)
@@ -145,13 +144,14 @@ class RankStore:
 
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
-        for names, expected in prepared.expected:
-            table, buffers = self.live(names)
-            wrong = first_difference(
-                expected, fingerprint(table, buffers, self.sizes(names), memory=self.memory)
-            )  # fmt: skip
+        for part in prepared.expected:
+            table, buffers = self.live(part.names)
+            if part.span is not None:
+                table = table.clipped(*part.span)
+            now = fingerprint(table, buffers, self.sizes(part.names), memory=self.memory)
+            wrong = first_difference(part.fingerprints, now)
             if wrong is not None:
-                return names[wrong]
+                return part.names[wrong]
         return self._casts.first_wrong(prepared.casts)
 
     def roll_back(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
@@ -242,10 +242,10 @@ class RankStore:
         for name in prepared.streamed:
             prepared.begun.add(name)
             table, buffers = self.live([name])
-            for span in spans_of(table, self._staging_bytes // 2):
+            for _, part in spans_of(table, self._staging_bytes // 2):
                 for step in prepared.updates[name].steps:
-                    chains = load([_request(prepared, name, step, 0, span.rows)], prepared.files, self.memory)
-                    for operation in bind_operations(chains, span, buffers, self.memory, revertible=False):
+                    chains = load([request_of(prepared, name, step, 0, part.rows)], prepared.files, self.memory)
+                    for operation in bind_operations(chains, part, buffers, self.memory, revertible=False):
                         operation.apply()
             prepared.begun.discard(name)
 
@@ -258,157 +258,3 @@ class RankStore:
         for name in names:
             table, buffers = self.live([name])
             write_back(reader(name), table, buffers, memory=self.memory)
-
-
-def spans_of(table: SegmentTable, room: int) -> Iterator[SegmentTable]:
-    """A tensor's segments in parts of at most `room` bytes, and of whole KiB of the tensor."""
-    if not len(table):
-        return
-    if table.nbytes <= room:
-        yield table
-        return
-    rows = table.rows
-    start = int(rows["src_offset"].min())
-    stop = int((rows["src_offset"] + (rows["rows"] - 1) * rows["src_stride"] + rows["row_bytes"]).max())
-    step = max(room // 1024, 1) * 1024
-    for at in range(start // 1024 * 1024, stop, step):
-        part = table.clipped(at, at + step)
-        if len(part):
-            yield part
-
-
-def _request(prepared: PreparedUpdate, name: str, step: Step, number: int, rows: Rows) -> Request:
-    update = prepared.updates[name]
-    return Request(number=number, step=step, tensor_bytes=update.nbytes, rows=rows, where=update.where)
-
-
-@dataclass(slots=True)
-class _Preparing:
-    """One prepare at work."""
-
-    store: RankStore
-    prepared: PreparedUpdate
-    base: OldBytes | None
-    room: int
-    scratch: Any = None
-    dense_bytes: int = 0
-
-    def prepare_batch(self, batch: tuple[str, ...]) -> None:
-        damaged: dict[str, ReadTensor] = {}
-        while True:
-            try:
-                self._attempt(batch, damaged)
-            except DigestMismatchError as error:
-                reader = None if self.base is None else self.base.reader
-                if reader is None or error.tensor not in batch or error.tensor in damaged:
-                    raise
-                # The delta is wrong, or what stands live: with the bytes that should stand there it shows.
-                damaged[str(error.tensor)] = reader
-            else:
-                self.prepared.repaired += damaged
-                return
-
-    def _attempt(self, batch: tuple[str, ...], damaged: Mapping[str, ReadTensor]) -> None:
-        store, prepared, watch = self.store, self.prepared, self.prepared.watch
-        watch.lap("stage")
-        table, buffers = store.live(batch)
-        packed, nbytes = table.packed()
-        scratch = self._scratch(nbytes)
-        self._fill(batch, table, packed, buffers, scratch, damaged)
-        casts = store.begin_casts(batch, damaged)
-        both = SegmentTable.concat([packed, _on_destination(casts.table, 1)])
-        kept, streamed = self._apply(batch, both, [scratch, casts.data])
-        watch.lap("stage")
-        self._compare(batch, both, (scratch, casts.data))
-        watch.lap("digest")
-        first = prepared.names.index(batch[0])
-        prepared.chains.update({first + number: chain for number, chain in kept.items()})
-        prepared.streamed += streamed
-        store.finish_casts(casts, prepared)
-        found = fingerprint(packed, [scratch], store.sizes(batch), memory=store.memory)
-        prepared.expected.append((batch, found))
-        watch.lap("fingerprint")
-
-    def _scratch(self, nbytes: int) -> Any:
-        """Made once: fresh memory costs more than what is done in it."""
-        if self.scratch is None or int(self.scratch.nbytes) < nbytes:
-            self.scratch = None
-            self.scratch = self.store.memory.empty(max(nbytes, self.room))
-        return self.scratch[:nbytes]
-
-    def _fill(
-        self,
-        batch: tuple[str, ...],
-        table: SegmentTable,
-        packed: SegmentTable,
-        buffers: Sequence[Any],
-        scratch: Any,
-        damaged: Mapping[str, ReadTensor],
-    ) -> None:
-        copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=buffers))
-        for name, read in damaged.items():
-            mine = SegmentTable(packed.rows[packed.rows["src"] == batch.index(name)])
-            write_back(read(name), mine, [scratch], memory=self.store.memory)
-
-    def _apply(
-        self, batch: tuple[str, ...], table: SegmentTable, buffers: Sequence[Any]
-    ) -> tuple[dict[int, list[LoadedStep]], list[str]]:
-        """Round by round, so that of what is dense one round is held at a time. Returns what stays for the commit, by
-        number in the batch, and the names of what will be loaded again."""
-        prepared, held = self.prepared, held_by(table)
-        direct = {int(each) for each in np.unique(table.rows["src"][table.rows["dst"] == 0])}
-        kept: dict[int, list[LoadedStep]] = {number: [] for number in direct}
-        streamed: set[int] = set()
-        steps = {number: prepared.updates[batch[number]].steps for number in held}
-        for turn in range(max(map(len, steps.values()), default=0)):
-            requests = [
-                _request(prepared, batch[number], chain[turn], number, held[number])
-                for number, chain in steps.items()
-                if turn < len(chain)
-            ]
-            chains = load(requests, prepared.files, self.store.memory)
-            for request in requests:
-                if is_dense(request.step):
-                    self._keep_dense(request.number, chains[request.number], streamed)
-            for operation in bind_operations(chains, table, buffers, self.store.memory, revertible=False):
-                operation.apply()
-            for number in chains.keys() & direct - streamed:
-                kept[number] += chains[number]
-        for number in streamed:
-            kept.pop(number, None)
-        return kept, [batch[number] for number in sorted(streamed & direct)]
-
-    def _keep_dense(self, number: int, loaded: Sequence[LoadedStep], streamed: set[int]) -> None:
-        nbytes = sum(each.nbytes for each in loaded)
-        if self.dense_bytes + nbytes > self.store.dense_bytes:
-            streamed.add(number)
-            self.prepared.streamed_bytes += nbytes
-        else:
-            self.dense_bytes += nbytes
-
-    def _compare(self, batch: tuple[str, ...], table: SegmentTable, buffers: tuple[Any, ...]) -> None:
-        updates = self.prepared.updates
-        shards = Shards(
-            names=batch,
-            algorithms=tuple(updates[name].algorithm for name in batch),
-            nbytes=self.store.sizes(batch),
-            table=table,
-            buffers=buffers,
-        )
-        report = self.store.digest(shards)
-        self.prepared.traffic.add(report.traffic)
-        for name, found in zip(batch, report.digests, strict=True):
-            if found != updates[name].checksum:
-                raise DigestMismatchError(
-                    f"the {updates[name].algorithm} digest of the would-be state is not the published checksum; "
-                    "nothing was changed",
-                    where=updates[name].where,
-                    expected=updates[name].checksum,
-                    found=found,
-                )
-
-
-def _on_destination(table: SegmentTable, number: int) -> SegmentTable:
-    rows = table.rows.copy()
-    rows["dst"] = number
-    return SegmentTable(rows)

@@ -16,13 +16,23 @@ from gpusync.store.operations import Operation
 from gpusync.store.tensor_update import TensorUpdate
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedPart:
+    """What tensors will hold here after the commit: fingerprints by position in `names`; of bytes [from, to) of a
+    tensor that went through the scratch in windows."""
+
+    names: tuple[str, ...]
+    fingerprints: Mapping[int, Fingerprint]
+    span: tuple[int, int] | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class PreparedUpdate:
     """A verified update that waits for its commit.
 
     `chains` hold what stays where the params are, by tensor number, in proportion to what changed. `streamed` tensors
     are loaded again from `files` in the commit, in bounded steps; `repaired` ones, whose live bytes were damaged, are
-    first written whole. `expected`: fingerprints by part. What a commit has begun and not finished is `begun`.
+    first written whole. What a commit has begun and not finished is `begun`.
     """
 
     names: tuple[str, ...]
@@ -32,7 +42,7 @@ class PreparedUpdate:
     streamed: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     casts: PreparedCasts = field(default_factory=PreparedCasts)
-    expected: list[tuple[tuple[str, ...], dict[int, Fingerprint]]] = field(default_factory=list)
+    expected: list[ExpectedPart] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     done: list[Operation] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)

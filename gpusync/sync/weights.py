@@ -45,8 +45,8 @@ class WeightSync:
     """One per rank, on every rank of `group` (None: this process alone).
 
     `load_weights` is the engine's own, of `model` as it serves; where that does more than copy, `twin` is a second
-    model, not loaded and never used again, and `load_weights` is the twin's. `layout`, if it is given, was traced before
-    for a checkpoint like the base, and no loader is run here. `reload(directory)` is the engine's
+    model, not loaded and never used again, and `load_weights` is the twin's. `layout`, if it is given, was traced
+    before, for a checkpoint like the base, and no loader is run here. `reload(directory)` is the engine's
     ordinary reload; by default the tensors of the directory go through `load_weights`, which must be the model's then.
     `derived` holds the functions that recompute what the engine made of params. `verify`: whether live bytes are
     compared again after a commit. `device`: "gpu" fails where params are not on one. `staging_bytes` bounds scratch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ def choose_memory(params: Mapping[str, torch.Tensor], want: Want = "auto") -> tu
     """The memory for a rank with these params, those that are patched, and why. No params: the host's.
 
     Raises LayoutError, naming two, where params lie on different devices; BackendUnavailableError where another place
-    than theirs is demanded, or where they lie on no device that kernels run on.
+    than theirs is demanded, or where nothing here can work on theirs.
     """
     if want not in ("auto", "gpu", "cpu"):
         raise BackendUnavailableError("unknown place for scratch memory", expected="auto, gpu or cpu", found=want)
@@ -33,6 +34,10 @@ def choose_memory(params: Mapping[str, torch.Tensor], want: Want = "auto") -> tu
             "weights cannot be updated where they are",
             expected="params on the CPU" if want == "cpu" else "params on the CPU or on a CUDA device",
             found=f"params on {device}",
+        )
+    if find_spec("triton") is None:
+        raise BackendUnavailableError(
+            f"weights on {device} cannot be updated", expected="triton", found="not installed"
         )
     from gpusync.store.device_memory import DeviceMemory
 

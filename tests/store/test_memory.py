@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,16 @@ class TestChoice:
     def test_an_unknown_wish_is_refused(self) -> None:
         with pytest.raises(BackendUnavailableError, match="unknown place"):
             choose_memory({}, "cuda")  # type: ignore[arg-type]
+
+    def test_a_cuda_device_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = sys.modules["gpusync.store.choose_memory"]
+        monkeypatch.setattr(module, "_device_of", lambda params: torch.device("cuda:1"))
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
+        memory, reason = choose_memory({})
+        assert (type(memory), str(memory.device), reason) == (DeviceMemory, "cuda:1", "params are on cuda:1")
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+        with pytest.raises(BackendUnavailableError, match="weights on cuda:1 cannot be updated; expected triton"):
+            choose_memory({})
 
     @pytest.mark.gpu
     def test_params_on_a_cuda_device(self) -> None:

@@ -141,6 +141,10 @@ class Scratch:
         torch.cuda.caching_allocator_delete(pointer)  # type: ignore[no-untyped-call]
         self._count(-nbytes)
 
+    def reset_peak(self) -> None:
+        with self._lock:
+            self.peak_bytes = self.live_bytes
+
     def take_refusal(self) -> RuntimeError | None:
         """What the last allocation of this thread failed with, once."""
         error, self._refused.error = getattr(self._refused, "error", None), None

@@ -36,7 +36,8 @@ class CastBatch:
 
 @dataclass(slots=True)
 class PreparedCasts:
-    """New published bytes by tensor, the fingerprints of what they convert to, and after the commit what undoes it."""
+    """New published bytes by tensor, the fingerprints of what they convert to, and the conversion with room for what it
+    replaces. `replaced`, from the commit on: the published bytes before it."""
 
     sources: dict[str, Buffer] = field(default_factory=dict)
     expected: dict[str, Fingerprint] = field(default_factory=dict)
@@ -113,8 +114,8 @@ class CastStore:
         prepared.sources.update(batch.sources)
         prepared.expected.update(self._fingerprints(names, packed, [made]))
 
-    def commit(self, prepared: PreparedCasts) -> None:
-        """Convert the new bytes into the params, keeping what stood there."""
+    def bind(self, prepared: PreparedCasts) -> None:
+        """All that a commit needs, ahead of it."""
         if not prepared.sources:
             return
         names = tuple(prepared.sources)
@@ -126,9 +127,15 @@ class CastStore:
             "src_dtypes": segments.src_dtypes,
         }
         old = self._memory.empty(bind_casts(table, **options).old_bytes)
-        bound = prepared.bound = bind_casts(table, **options, old=old)
-        cast_segments(bound)
-        prepared.replaced = {name: self._kept[name] for name in names}
+        prepared.bound = bind_casts(table, **options, old=old)
+        prepared.bound.upload()
+
+    def commit(self, prepared: PreparedCasts) -> None:
+        """Convert the new bytes into the params, keeping what stood there."""
+        if prepared.bound is None:
+            return
+        prepared.replaced = {name: self._kept[name] for name in prepared.sources}
+        cast_segments(prepared.bound)
         self._kept.update(prepared.sources)
 
     def first_wrong(self, prepared: PreparedCasts) -> str | None:
@@ -143,11 +150,11 @@ class CastStore:
         return next((name for name in names if now[name] != prepared.expected[name]), None)
 
     def roll_back(self, prepared: PreparedCasts) -> None:
-        if prepared.bound is None:
+        if prepared.bound is None or not prepared.replaced:
             return
         restore_cast(prepared.bound)
         self._kept.update(prepared.replaced)
-        prepared.bound, prepared.replaced = None, {}
+        prepared.replaced = {}
 
     def _join(self, names: Sequence[str]) -> tuple[CastSegments, SegmentTable]:
         """Element tables of several tensors as one: sources as they lie packed, destinations as the map says."""

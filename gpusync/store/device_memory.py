@@ -37,6 +37,11 @@ class DeviceMemory:
         self._ring: PinnedRing | None = None
         self._beside: Any = None
 
+    def warm_up(self) -> None:
+        from gpusync_kernels.device.configurations import compile_all
+
+        compile_all(self.device)
+
     def reset_peak(self) -> None:
         self._accounts.reset_peak()
 

@@ -46,6 +46,10 @@ class Memory(Protocol):
         """`(applier, decoder)` with the reasons, for reports."""
         ...
 
+    def warm_up(self) -> None:
+        """Compile everything that a pause must not wait for."""
+        ...
+
     def reset_peak(self) -> None: ...
 
     def empty(self, nbytes: int) -> Buffer:
@@ -126,6 +130,9 @@ class HostMemory:
         self._accounts = Accounts()
         self.decoder: FrameDecoder = HostFrameDecoder()
         self.backend = ("numpy: params are in host memory", "libzstd on the host: params are in host memory")
+
+    def warm_up(self) -> None:
+        return
 
     def reset_peak(self) -> None:
         self._accounts.reset_peak()

@@ -46,6 +46,7 @@ class Operation(Protocol):
     `apply`, and where it cannot, because the old bytes are in none of its arrays, does nothing."""
 
     tensors: tuple[int, ...]
+    bound: Any
 
     def apply(self) -> None: ...
 

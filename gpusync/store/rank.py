@@ -172,8 +172,12 @@ class RankStore:
         self.memory.synchronise()
 
     def live(self, names: Sequence[str]) -> tuple[SegmentTable, list[torch.Tensor]]:
+        """The segments of these tensors, and the storages they lie in: those only, others may be on another device."""
         table, storages = self.layout.segments(names)
-        return table, storage_bytes(self._params, storages)
+        used, numbers = np.unique(table.rows["dst"], return_inverse=True)
+        rows = table.rows.copy()
+        rows["dst"] = numbers
+        return SegmentTable(rows), storage_bytes(self._params, [storages[number] for number in used.tolist()])
 
     def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         """Bytes of these tensors as published."""
@@ -220,6 +224,9 @@ class RankStore:
         prepared.operations = list(
             bind_operations(prepared.chains, table, buffers, self.memory, revertible=True)
         )  # fmt: skip
+        for operation in prepared.operations:
+            operation.bound.upload()
+        self._casts.bind(prepared.casts)
         held = held_by(table)
         prepared.touched_bytes = sum(
             int((rows["rows"] * rows["row_bytes"]).sum()) for rows in held.values()

@@ -82,6 +82,7 @@ class LiveModel:
         self.layout = attach(self._traced, self.params)[0]
         patched = {p.param for each in self.layout.placements.values() if each.is_patched for p in each.pieces}
         self.memory = self._choose_memory({name: self.params[name] for name in sorted(patched)})
+        self.memory.warm_up()
 
     def identify(self) -> int | None:
         """Which known version the live bytes are."""

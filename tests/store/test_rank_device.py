@@ -43,15 +43,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     return place
 
 
-def test_a_chain_is_committed_and_rolled_back_on_the_device(tmp_path: Path, device: str) -> None:
+# All tensors at once, and the larger ones in windows.
+@pytest.mark.parametrize("staging_bytes", [1 << 30, 20_000])
+def test_a_chain_is_committed_and_rolled_back_on_the_device(tmp_path: Path, device: str, staging_bytes: int) -> None:
     config = ModelConfig()
     state = make_state(config)
     chain, at = [], state
-    for number, form in enumerate(["xor", "overwrite", "gf01 planes", "gf01 xor"]):
+    for number, form in enumerate(["xor", "overwrite", "gf01 planes", "gf01 steps", "gs01"]):
         at = test_rank.changed(at, number)
         chain.append((form, at))
     with torch.device(device):
-        rank = test_rank.Rank(config, state)
+        rank = test_rank.Rank(config, state, staging_bytes=staging_bytes)
     before = rank.live()
     prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain))
     assert rank.live() == before

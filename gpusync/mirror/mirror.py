@@ -187,8 +187,14 @@ class Mirror:
         io.remove_tree(path)
 
     def hold(self, version: int) -> None:
-        """Keep `version` and later ones out of the files, in every process, until `release` or this process's end."""
+        """Keep `version` and later ones out of the files, in every process, until `release` or this process's end.
+
+        A fold of them that is under way is waited for: afterwards the files hold them or will not.
+        """
         self._session.hold(version)
+        if any(entry.version >= version for entry in read_inbox(self._control).pending):
+            with local_lock(self._control, timeout_s=self._lock_timeout):
+                pass
 
     def release(self, version: int) -> None:
         """Undo one `hold`."""

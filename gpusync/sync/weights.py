@@ -101,6 +101,7 @@ class WeightSync:
         self._prepared: Prepared | None = None
         self._doubt: tuple[Prepared, str] | None = None
         self._invalid: str | None = None
+        self._holds_are_stale = False
         self._expiry: threading.Timer | None = None
         self._turn = threading.RLock()
         self._host: Host | None = None
@@ -247,6 +248,9 @@ class WeightSync:
                 if what == "attach":
                     return transaction
                 continue
+            if self._holds_are_stale:
+                self._holds_are_stale = False
+                self._drop_holds()
             self._settle_differences(told)
             if any(each[:2] != mine[:2] for each in told):
                 asked = {rank: f"{each[0]} {each[1]}" for rank, each in enumerate(told)}
@@ -481,7 +485,9 @@ class WeightSync:
         verdict = guard(undo)
         if not verdict.ok:
             self._live.forget()
-        self._let_go(prepared)
+        prepared.close()
+        # Other ranks may still be reading old bytes from the files: those are held until all have come again.
+        self._holds_are_stale = True
 
     def _commit_by_reload(self, prepared: Prepared, transaction: str, clock: Clock) -> None:
         with clock.stage("fold"):
@@ -512,6 +518,9 @@ class WeightSync:
 
     def _let_go(self, prepared: Prepared) -> None:
         prepared.close()
+        self._drop_holds()
+
+    def _drop_holds(self) -> None:
         if self._host is not None:
             self._host.let_go()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from multirank.test_sync_ranks import run_ranks
 
 import gpusync
 from gpusync.errors import PeerFailedError
 from support.checkpoints import write_checkpoint
 from support.engines import EngineRank, as_state, history, publish_history
 from support.models import ModelConfig
+from support.ranks import run_ranks
 
 VERSIONS = 3
 CHAINS = {1: (1,), 3: (2, 3)}  # one delta, then two at once

@@ -67,14 +67,17 @@ def bind_operations(
                 width = step.word_bytes if step.action in ("xor words", "overwrite words") else 0
                 groups.setdefault((step.action, width), {})[tensor] = step
         for (action, width), steps in groups.items():
-            yield _bind(action, width, steps, _Target(table, held, buffers), memory, revertible)
+            yield _bind(action, width, steps, _Target(held, buffers), memory, revertible)
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    table: SegmentTable
     held: Mapping[int, Any]
     buffers: Sequence[Buffer]
+
+    def of(self, tensors: Sequence[int]) -> SegmentTable:
+        """The segments of some tensors: those of others may cut words of the width that is asked for."""
+        return SegmentTable.concat([SegmentTable(self.held[tensor]) for tensor in tensors if tensor in self.held])
 
     def shifted(self, tensor: int, start: int, stop: int, number: int) -> SegmentTable:
         """The segments of a tensor within [start, stop) of it, counted from there, as those of source `number`."""
@@ -88,7 +91,7 @@ class _Target:
 def _bind(
     action: Action, width: int, steps: Mapping[int, LoadedStep], target: _Target, memory: Memory, revertible: bool
 ) -> Operation:
-    tensors, table, buffers = tuple(steps), target.table, target.buffers
+    tensors, table, buffers = tuple(steps), target.of(tuple(steps)), target.buffers
     if action in ("xor words", "overwrite words"):
         bound = bind_changes(table, dst=buffers, changes=_changes(steps), element_bytes=width)
         return XorWords(tensors, bound) if action == "xor words" else OverwriteWords(tensors, bound, revertible)

@@ -124,7 +124,7 @@ class LiveModel:
                 if version == self.version and dict(applied.digests).get(version) == self.applied.digests.get(version):
                     return reader_of(checkpoint, files)
             found = read_local_version(self._local)
-            if (found is not None and (found[0].version or 0) >= (self.version or 0)) or time.monotonic() > deadline:
+            if (found is not None and (found[0].version or 0) > (self.version or 0)) or time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)
 

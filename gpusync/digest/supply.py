@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpusync.digest.intervals import by_position, span_stops
+from gpusync.digest.intervals import Ints, by_position, span_stops
 from gpusync.errors import LayoutError
 from gpusync_kernels.buffers import Buffer, device_of
 from gpusync_kernels.segments import Rows, clip_source
 from gpusync_kernels.xxh3 import BLOCK_BYTES
 
+CUT_BYTES = 16
 SMALLEST_WINDOW_BYTES = BLOCK_BYTES  # a block of an XXH3 digest is never cut
 
 _DESTINATION = ("dst", "dst_offset", "dst_stride")
@@ -28,8 +29,12 @@ _KEPT = ("src", "src_offset", "rows", "row_bytes")
 class Supply(Protocol):
     """Bytes that are made when they are asked for, on the rank that asks: no collective, called from one thread.
 
-    A tensor is asked for in ascending windows, cut at multiples of 1,024 bytes of it; what is compared as a copy, at
-    multiples of 1,024 of the bytes that are compared.
+    The bytes of a tensor are asked for in ascending windows, once to make its digest. What other ranks have as well is
+    asked for once to be compared; not again where a rank has the whole tensor and so do they, but again on the one rank
+    of those alike whose bytes make the digest. Two copies that differ are asked for some times more, to find the byte.
+
+    Rows are cut at multiples of 16 bytes, counted in their tensor or among the bytes that are compared: in no element
+    where the table's rows are whole ones.
     """
 
     @property
@@ -117,6 +122,11 @@ class Source:
             for name in _DESTINATION:
                 lying[name] = found[name]
             yield Window(lying, buffers, places)
+
+    def positions(self, rows: Rows) -> Ints:
+        """Where in its tensor each of these parts of a layer begins."""
+        positions: Ints = self._asked(rows)["src_offset"]
+        return positions
 
     def _asked(self, places: Rows) -> Rows:
         """The same bytes as parts of the shards' table."""

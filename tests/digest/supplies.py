@@ -17,13 +17,14 @@ class Scratch:
     """What lies in `buffers`, at most `window_bytes` at a time.
 
     `times[t][i]`: how often byte i of tensor t was supplied. `asked`: (tensor, first byte) of every window, in order.
-    `largest`: the most bytes that were asked for at once. The call numbered `fail_at` raises.
+    `largest`: the most bytes that were asked for at once. `unit`: what the position and size of every row are a
+    multiple of. The call numbered `fail_at` raises.
     """
 
     def __init__(self, buffers, nbytes, window_bytes, *, fail_at=None, device=None):
         self.buffers, self.window_bytes, self.fail_at, self.device = buffers, window_bytes, fail_at, device
         self.times = [np.zeros(size, np.int64) for size in nbytes]
-        self.asked, self.largest, self.calls = [], 0, 0
+        self.asked, self.largest, self.unit, self.calls = [], 0, 0, 0
         self._scratch = None
 
     def take(self, rows):
@@ -41,6 +42,7 @@ class Scratch:
     def _count(self, rows):
         self.largest = max(self.largest, int((rows["rows"] * rows["row_bytes"]).sum()))
         single = single_rows(rows)
+        self.unit = int(np.gcd.reduce([self.unit, *single["src_offset"], *single["row_bytes"]]))
         for tensor, start, nbytes in zip(
             *(single[n].tolist() for n in ("src", "src_offset", "row_bytes")), strict=True
         ):

@@ -225,6 +225,28 @@ def test_whole_copies_are_supplied_once_until_one_differs(algorithm):
     assert (caught.value.rank, caught.value.like_rank, caught.value.first_byte) == (2, 0, 8999)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_element_is_cut_however_often_it_is_asked_for(algorithm, kind):
+    """Elements of 8 bytes, whole ones in every piece; small batches, then the search for a byte that differs."""
+    data = random_bytes(12, 8 * 1501)
+    shares = [[(8 * first, 8 * stop) for first, stop in ranges] for ranges in share_out(kind, 1501, 2, seed=6)]
+    other = data.copy()
+    holder = 0 if shares[0] else 1
+    wrong = shares[holder][0][0] + 8 * 3
+    other[wrong] ^= 2
+    for second, found in ((data, None), (other, wrong)):
+        contents = zip((data, data, second), (*shares, shares[holder]), strict=True)
+        parts = [made(algorithm, content, ranges, 1100) for content, ranges in contents]
+        if found is None:
+            assert combine(algorithm, data.size, parts, budget_bytes=5000) == digest_of(algorithm, data)
+        else:
+            with pytest.raises(ReplicaMismatchError) as caught:
+                combine(algorithm, data.size, parts, budget_bytes=5000)
+            assert caught.value.first_byte == found
+        assert all(part.shards.supply.unit % 8 == 0 for part in parts)
+
+
 def test_a_byte_that_a_rank_has_twice_is_compared():
     data = random_bytes(7, 6000)
     torn = data.copy()

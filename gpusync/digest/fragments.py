@@ -19,7 +19,7 @@ from gpusync_kernels.buffers import Buffer
 from gpusync_kernels.copy import copy_segments
 from gpusync_kernels.moves import Moves
 from gpusync_kernels.segments import Rows, SegmentTable, deal_rows, split_rows
-from gpusync_kernels.xxh3 import WORD_BYTES
+from gpusync_kernels.xxh3 import BLOCK_BYTES, WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,16 @@ class Fragments:
 
     def gather(self, source: Source, ranks: int) -> list[Bytes]:
         """The bytes for each rank, from where this rank has them."""
-        return self.split(read_bytes(self.in_payload(), source, self.nbytes), ranks)
+        rows, start = self.in_payload(), source.positions(self.rows)
+        shift = rows["src_offset"] - start
+        # asked for one after another, each by its position: what is too large is cut where its tensor may be
+        rows["src"], rows["src_offset"] = np.arange(len(rows)), start
+        target = zeros_on(source.device, self.nbytes)
+        for window in source.windows(rows):
+            found = window.rows.copy()
+            found["src_offset"] += shift[found["src"]]
+            copy_to_source(found, target, window.buffers)
+        return self.split(on_host(target), ranks)
 
     def scatter(self, payload: Bytes, rank: int, assembly: Bytes) -> None:
         """What came from the rank whose fragments these are to `rank`, to its place."""
@@ -110,7 +119,7 @@ def copy_to_source(rows: Rows, target: Buffer, buffers: Sequence[Buffer]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ByteBatch:
-    """Windows [first, stop) of some tensors; only a tensor too large for one batch is cut."""
+    """Windows [first, stop) of some tensors; only one too large for one batch is cut, at multiples of 1,024 bytes."""
 
     tensors: Ints
     first: Ints
@@ -123,7 +132,7 @@ def byte_batches(tensors: Ints, nbytes: Ints, cost: npt.NDArray[np.float64], bud
     used = 0.0
     for tensor in tensors.tolist():
         size, price = int(nbytes[tensor]), float(cost[tensor])
-        step = max(1, int(budget_bytes / price))
+        step = max(1, int(budget_bytes / price / BLOCK_BYTES)) * BLOCK_BYTES
         for first in range(0, max(size, 1), step):
             window = (tensor, first, min(first + step, size))
             worth = price * (window[2] - first)

@@ -15,7 +15,7 @@ from gpusync.digest.intervals import ByTensor, Ints, span_stops
 from gpusync.digest.routes import Routes
 from gpusync.digest.supply import Source, Window
 from gpusync_kernels.adler32 import MODULUS, adler32_checksums, adler32_partials, bind_adler32
-from gpusync_kernels.buffers import byte_view
+from gpusync_kernels.buffers import Buffer, Bytes, byte_view
 from gpusync_kernels.segments import Rows, SegmentTable, clip_source, per_source
 from gpusync_kernels.xxh3 import SHORT_BYTES
 
@@ -78,7 +78,7 @@ def _update(running: Sequence[Digest], window: Window, device: Any, step_bytes: 
         rows = table.slice(number)
         if device is None and (rows["rows"] == 1).all():
             for row in rows:
-                buffer = byte_view(window.buffers[row["dst"]])
+                buffer = _bytes_of(window.buffers[row["dst"]])
                 running[number].update(buffer[row["dst_offset"] : row["dst_offset"] + row["row_bytes"]])
         else:
             copied.append(number)
@@ -104,6 +104,11 @@ def _update_from_copies(
         copied = on_host(target)
         for number, first, size in zip(batch.tensors.tolist(), start.tolist(), sizes.tolist(), strict=True):
             running[number].update(copied[first : first + size])
+
+
+def _bytes_of(buffer: Buffer) -> Bytes:
+    """`byte_view`, at once where there is nothing to do: a string may be in thousands of buffers."""
+    return buffer if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 else byte_view(buffer)
 
 
 def _put(digests: list[bytes], found: dict[int, bytes]) -> None:

@@ -17,7 +17,7 @@ from gpusync.digest.fragments import read_bytes
 from gpusync.digest.held import held_digests
 from gpusync.digest.intervals import ByTensor, Ints, flat_rows, packed_in_order, restrict, singles_of
 from gpusync.digest.ownership import Ownership
-from gpusync.digest.supply import Source
+from gpusync.digest.supply import CUT_BYTES, Source
 from gpusync.errors import DigestMismatchError
 from gpusync_kernels.segments import Rows, clip_source
 from gpusync_kernels.xxh3 import BLOCK_BYTES
@@ -26,7 +26,7 @@ FINGERPRINT = "xxh3-128"
 FINGERPRINT_BYTES = 16
 
 PARTS = 64  # compared at a time while a difference is looked for
-SHOWN_BYTES = 1024  # from here on the bytes themselves are exchanged
+SHOWN_BYTES = PARTS * CUT_BYTES  # from here on the bytes themselves are exchanged
 
 
 class ReplicaMismatchError(DigestMismatchError):
@@ -121,6 +121,7 @@ def find_difference(difference: Difference, own: OwnCopies, seat: Seat) -> Progr
     first, stop = 0, difference.copies.nbytes
     while stop - first > SHOWN_BYTES:
         edges = np.linspace(first, stop, PARTS + 1).astype(np.int64)
+        edges[1:-1] -= edges[1:-1] % CUT_BYTES
         prints = partial(_prints, packed, edges, own.source, seat.budget_bytes)
         parts = yield from talk.both(prints, PARTS * FINGERPRINT_BYTES)
         worst = int(np.argmax((parts[0] != parts[1]).reshape(PARTS, -1).any(axis=1)))

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gpusync.digest.intervals import by_position, span_stops
+from gpusync.digest.intervals import Ints, by_position, span_stops
 from gpusync.errors import LayoutError
 from gpusync_kernels.buffers import Buffer, device_of
 from gpusync_kernels.segments import Rows, clip_source
 from gpusync_kernels.xxh3 import BLOCK_BYTES
 
+CUT_BYTES = 16
 SMALLEST_WINDOW_BYTES = BLOCK_BYTES  # a block of an XXH3 digest is never cut
 
 _DESTINATION = ("dst", "dst_offset", "dst_stride")
@@ -28,8 +29,12 @@ _KEPT = ("src", "src_offset", "rows", "row_bytes")
 class Supply(Protocol):
     """Bytes that are made when they are asked for, on the rank that asks: no collective, called from one thread.
 
-    A tensor is asked for in ascending windows, cut at multiples of 1,024 bytes of it; what is compared as a copy, at
-    multiples of 1,024 of the bytes that are compared.
+    The bytes of a tensor are asked for in ascending windows, once to make its digest. What other ranks have as well is
+    asked for once to be compared; not again where a rank has the whole tensor and so do they, but again on the one rank
+    of those alike whose bytes make the digest. Two copies that differ are asked for some times more, to find the byte.
+
+    Rows are cut at multiples of 16 bytes, counted in their tensor or among the bytes that are compared: in no element
+    where the table's rows are whole ones.
     """
 
     @property
@@ -118,6 +123,11 @@ class Source:
                 lying[name] = found[name]
             yield Window(lying, buffers, places)
 
+    def positions(self, rows: Rows) -> Ints:
+        """Where in its tensor each of these parts of a layer begins."""
+        positions: Ints = self._asked(rows)["src_offset"]
+        return positions
+
     def _asked(self, places: Rows) -> Rows:
         """The same bytes as parts of the shards' table."""
         segments = self._segments[places["dst"]]
@@ -134,42 +144,62 @@ class Source:
 def cut_windows(rows: Rows, window_bytes: int) -> Iterator[Rows]:
     """`rows` in parts of at most `window_bytes`, by source and position; a source is cut at multiples of 1,024.
 
-    Each source alone holds no byte twice, so that 1,024 bytes of it are never too many.
+    No source has a byte twice, so that 1,024 of its bytes are never too many.
     """
-    if int((rows["rows"] * rows["row_bytes"]).sum()) <= window_bytes:
+    if _nbytes(rows) <= window_bytes:
         if len(rows):
             yield rows
         return
     rows = by_position(rows)
-    starts = np.flatnonzero(np.diff(rows["src"], prepend=-1))
+    starts = np.append(np.flatnonzero(np.diff(rows["src"], prepend=-1)), len(rows))
+    reached = np.append(0, np.cumsum(rows["rows"] * rows["row_bytes"])[starts[1:] - 1])
     part: list[Rows] = []
-    room = window_bytes
-    for source in np.split(rows, starts[1:]):
-        left = int((source["rows"] * source["row_bytes"]).sum())
-        if left > room and part:
+    room, source = window_bytes, 0
+    while source < len(starts) - 1:
+        stop = int(np.searchsorted(reached, reached[source] + room, "right")) - 1
+        if stop > source:
+            part.append(rows[starts[source] : starts[stop]])
+            room -= int(reached[stop] - reached[source])
+            source = stop
+        elif part:
             yield np.concatenate(part)
             part, room = [], window_bytes
-        first, end = 0, int(span_stops(source).max())
-        while left > room:
-            stop = _last_cut(source, first, end, window_bytes)
-            window = _clipped(source, first, stop)
-            left, first = left - int((window["rows"] * window["row_bytes"]).sum()), stop
-            if len(window):
-                yield window
-        part.append(_clipped(source, first, end) if first else source)
-        room -= left
+        else:
+            *windows, rest = _cut_source(rows[starts[source] : starts[source + 1]], window_bytes)
+            yield from windows
+            part, room, source = [rest], window_bytes - _nbytes(rest), source + 1
     yield np.concatenate(part)
 
 
+def _cut_source(rows: Rows, window_bytes: int) -> Iterator[Rows]:
+    """One source that is larger than a window; what comes last may be smaller."""
+    first, left, end = 0, _nbytes(rows), int(span_stops(rows).max())
+    while left > window_bytes:
+        stop = _last_cut(rows, first, end, window_bytes)
+        yield _clipped(rows, first, stop)
+        left -= held_before(rows, stop) - held_before(rows, first)
+        first = stop
+    yield _clipped(rows, first, end)
+
+
 def _last_cut(rows: Rows, first: int, end: int, window_bytes: int) -> int:
-    """The last multiple of 1,024 before which, from `first` on, there are no more bytes than fit."""
-    before = held_before(rows, first)
-    low, high = first // BLOCK_BYTES + 1, -(-end // BLOCK_BYTES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = held_before(rows, middle * BLOCK_BYTES) - before <= window_bytes
-        low, high = (middle, high) if fits else (low, middle)
-    return low * BLOCK_BYTES
+    """The last multiple of 1,024 up to which, from `first` on, there are no more bytes than fit: short of `end`."""
+    limit = held_before(rows, first) + window_bytes
+    block, step = (first + window_bytes) // BLOCK_BYTES, 1
+    while _fits(rows, block + step, end, limit):
+        block, step = block + step, step * 2
+    while step > 1:
+        step //= 2
+        block += step if _fits(rows, block + step, end, limit) else 0
+    return block * BLOCK_BYTES
+
+
+def _fits(rows: Rows, block: int, end: int, limit: int) -> bool:
+    return block * BLOCK_BYTES < end and held_before(rows, block * BLOCK_BYTES) <= limit
+
+
+def _nbytes(rows: Rows) -> int:
+    return int((rows["rows"] * rows["row_bytes"]).sum())
 
 
 def held_before(rows: Rows, position: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 import gpusync
 from gpusync.endpoint.errors import EndpointError
-from gpusync.errors import GpusyncError
+from gpusync.errors import GpusyncError, MirrorError
 from support.agent import Agent, agent, expected_digests
 from support.checkpoints import State, changed, small_state, write_checkpoint
 
@@ -116,7 +116,10 @@ def test_a_dead_worker_is_named_and_the_next_pull_starts_its_successors(trainer:
 
 
 def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer: Trainer) -> None:
-    with agent(trainer.root, *trainer.options) as running:
+    occupied = trainer.root / "locals" / "occupied"
+    occupied.mkdir(parents=True)
+    (occupied / "diary.txt").write_text("dear diary")
+    with agent(trainer.root, *trainer.options, "--local-root", str(occupied.parent)) as running:
         publishing = threading.Timer(1.0, trainer.publish)
         publishing.start()
         assert running.client.pull(1, commit=True).live == 1
@@ -128,6 +131,11 @@ def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer:
         with pytest.raises(EndpointError, match="is not allowed"):
             running.reload(trainer.root / "base", 1)
         assert not (trainer.root / "elsewhere").exists()
+
+        with pytest.raises(MirrorError, match="occupied"):
+            running.client.pull(1, local_checkpoint_dir=str(occupied))
+        assert [path.name for path in occupied.iterdir() if path.name != ".weight_sync"] == ["diary.txt"]
+        trainer.assert_live(running, 1)
 
         running.client.pull(trainer.publish())
         told = running.reload(trainer.root / "local", 1)  # not what is prepared: the files are read, which are at 2

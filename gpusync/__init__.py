@@ -1,7 +1,7 @@
 """Verified weight synchronisation from RL trainers to LLM inference engines.
 
 `Publisher` publishes versions. `pull` brings a host-local checkpoint to one, `Mirror` does so behind; `WeightSync`
-brings the live weights of a rank to one, in place.
+brings the live weights of a rank to one, in place. `Fleet` brings several engines to one, over HTTP.
 What only one of them needs is imported when it is first asked for.
 """
 
@@ -14,6 +14,7 @@ from gpusync.errors import GpusyncError
 
 if TYPE_CHECKING:
     from gpusync.disk import pull
+    from gpusync.endpoint.fleet import Fleet
     from gpusync.mirror.mirror import Mirror
     from gpusync.publish import CheckpointTensors, Publisher, PublishReport, StoredBytes
     from gpusync.report import PullReport
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointTensors",
+    "Fleet",
     "GpusyncError",
     "Mirror",
     "PublishReport",
@@ -33,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointTensors": "gpusync.publish",
+    "Fleet": "gpusync.endpoint.fleet",
     "Mirror": "gpusync.mirror.mirror",
     "PublishReport": "gpusync.publish",
     "Publisher": "gpusync.publish",

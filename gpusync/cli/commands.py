@@ -17,6 +17,7 @@ from gpusync.cli.prune import prune_command
 from gpusync.cli.publish import publish_command
 from gpusync.cli.pull import plan_command, pull_command, verify_command
 from gpusync.cli.run_demo import demo_command
+from gpusync.cli.serve import serve_command
 from gpusync.errors import GpusyncError
 
 
@@ -33,6 +34,7 @@ for command in (
     inspect_command,
     plan_command,
     prune_command,
+    serve_command,
     demo_command,
     doctor_command,
 ):

@@ -152,7 +152,7 @@ class Preparing:
         if not len(table):
             return []
         if any(is_dense(step) for step in steps):
-            self.prepared.streamed_bytes += sum(step.nbytes for step in steps)
+            self.prepared.streamed_bytes += table.nbytes * sum(is_dense(step) for step in steps)
             return None
         memory, files = self.store.memory, self.prepared.files
         requests = [request_of(self.prepared, name, step, 0, table.rows) for step in steps]

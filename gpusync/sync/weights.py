@@ -27,7 +27,7 @@ from gpusync.store.choose_memory import Want, choose_memory
 from gpusync.store.compact import StepFiles
 from gpusync.store.decoding import COMPACT_FILE, UPDATES_FILE
 from gpusync.store.digests import digest_over
-from gpusync.store.load import is_dense
+from gpusync.store.load import dense_bytes
 from gpusync.store.rank import STAGING_BYTES
 from gpusync.store.tensor_update import TensorUpdate, read_updates
 from gpusync.sync.host import Fetched, Host, require_leader
@@ -412,7 +412,7 @@ class WeightSync:
         if opaque:
             name, why = next(iter(opaque.items()))
             return f"{len(opaque)} changed tensors cannot be patched in place, `{name}` among them: {why}"
-        dense = sum(step.nbytes for update in updates.values() for step in update.steps if is_dense(step))
+        dense = sum(dense_bytes(step, update.nbytes) for update in updates.values() for step in update.steps)
         if dense > self._live.store.dense_bytes and base.reader is None:
             return f"{dense} dense bytes could not be rolled back: the files do not hold version {self._live.version}"
         return None

@@ -1,7 +1,8 @@
 """One command for a machine with a GPU: is everything exact there, and how fast beside a plain device copy?
 
 Prints the machine, runs the tests that need a device (`pytest -m gpu`), then times every device operation on large
-buffers, each result compared with the reference or the library's digest. Ends in one table. Takes a few minutes.
+buffers, each result compared with the reference or the library's digest, and nvCOMP on frames of several sizes. Ends in
+two tables. Takes a few minutes.
 
 Exit status: 0 all exact (a missed target is told in the table); 1 a wrong byte, or a test that failed or did not run;
 2 no CUDA device, or wrong usage.
@@ -24,6 +25,7 @@ from typing import Any
 
 import click
 import numpy as np
+from bench_frames import frames_report
 from bench_kernels import FIGURES, Operands, best_time, cases, choose_device
 from harness import Report, machine, print_machine, print_report
 from rich.console import Console
@@ -46,6 +48,7 @@ TENSORS = 1024  # in the digest of many
 TESTS_TIMEOUT_S = 200
 NEEDS_ITSELF = "tests/kernels/device/test_bandwidth.py"  # times what this script times
 REPETITIONS = 5
+FRAMES_MIB = 512
 WINDOW_ELEMENTS = 1 << 24  # compared at a time
 
 Case = tuple[str, Callable[[], object], Callable[[], None]]
@@ -87,9 +90,11 @@ def main(mib: int, dry_run: bool, without_tests: bool) -> None:
         counts = run_tests(dry_run=dry_run)
     out.print(f"timing and verifying every operation on {mib} MiB ...")
     rows = check_operations(Operands(mib << 20, device), repetitions=1 if dry_run else REPETITIONS)
-    exact = all(row["result"] == "exact" for row in rows)
+    frames = frames_report(device, mib=FRAMES_MIB, toy=dry_run)
+    exact = all(row["result"] == "exact" for row in (*rows, *frames.rows))
     if counts is not None and not (counts.fine or dry_run):
         out.print(counts.output, markup=False, highlight=False, soft_wrap=True)
+    print_report(frames, out)
     print_report(as_report(rows, counts, mib=mib, dry_run=dry_run), out)
     tests_fine = counts is None or counts.fine or (dry_run and counts.failed == 0)
     sys.exit(ALL_EXACT if exact and tests_fine else NOT_EXACT)

@@ -27,7 +27,7 @@ from rich.table import Table
 from gpusync.stream import filesystem_type
 
 NO_DEVICE = "no CUDA device: the GPU path is inactive"
-_PACKAGES = ("numpy", "zstandard", "xxhash", "blake3", "safetensors", "torch", "triton")
+_PACKAGES = ("numpy", "zstandard", "xxhash", "blake3", "safetensors", "torch", "triton", "nvidia-nvcomp-cu13")
 _SAMPLE_EVERY_S = 0.02
 
 

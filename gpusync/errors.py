@@ -49,6 +49,10 @@ class GpusyncError(Exception):
         self.found = found
         super().__init__(self._text())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors travel between our own processes, whatever their constructors ask for."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
     def _text(self) -> str:
         places = []
         if self.tensor is not None:
@@ -146,6 +150,12 @@ class HookError(GpusyncError):
 
 class RefusedError(GpusyncError):
     """The engine's state forbids an update."""
+
+
+def _rebuilt(kind: type[GpusyncError], args: tuple[object, ...], facts: dict[str, object]) -> GpusyncError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
 
 
 def _short(name: str, limit: int = 256) -> str:

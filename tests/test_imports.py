@@ -44,7 +44,7 @@ HOMES = {
     "starlette": ("gpusync.endpoint",),
     "uvicorn": ("gpusync.endpoint",),
     "transformers": (),
-    "numba": ("gpusync.codec",),
+    "numba": ("gpusync_kernels.host_numba",),
 }
 # Engines are imported when an adapter is called, never when its module is.
 ONLY_IN_FUNCTIONS = {"sglang", "vllm"}

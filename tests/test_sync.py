@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gpusync.errors import ChainError, DigestMismatchError, RefusedError
+from gpusync.errors import ChainError, DigestMismatchError, PayloadError, RefusedError
 from gpusync.sync import WeightSync
+from gpusync.sync.report import STAGES
 from support.checkpoints import read_state, write_checkpoint
 from support.engines import as_state, as_tensors, derived, step
-from support.models import ModelConfig, TinyModel, fresh_load, make_state
+from support.models import ModelConfig, TinyModel, fresh_load, make_state, tensor_bytes
 from support.models_apply import assert_same
 from support.models_layers import Ranks
 from support.slime import publish_delta, publish_full
@@ -29,8 +36,11 @@ class Engine:
         (root / "stream").mkdir()
         self.start()
 
-    def start(self, version: int = 0) -> None:
+    def start(self, version: int = 0, **options: Any) -> None:
         self.model = fresh_load(self.config, Ranks(), self.states[version])
+        self.attach(**options)
+
+    def attach(self, **options: Any) -> None:
         twin = TinyModel(self.config, Ranks())
         self.sync = WeightSync(
             self.model,
@@ -40,9 +50,7 @@ class Engine:
             base_dir=self.root / "base",
             local_checkpoint_dir=self.root / "local",
             source_dir=self.root / "stream",
-            derived=derived(),
-            timeout=60,
-            workers=2,
+            **{"derived": derived(), "timeout": 60, "workers": 2, "decode_in_process": True, **options},
         )
 
     def reload(self, directory: Path) -> None:
@@ -122,18 +130,18 @@ def test_a_bad_version_changes_nothing_and_the_next_good_one_works(engine: Engin
     engine.assert_live(0)
     publish_full(engine.root / "stream", 2, as_state(engine.states[1]))
     engine.states.append(engine.states[1])
-    assert engine.sync.pull(2).commit_path == "reload"
+    assert engine.sync.pull(2).commit_path == "in place"
     engine.assert_live(2)
 
 
-def test_a_full_version_is_committed_by_a_reload_and_says_so(engine: Engine) -> None:
+def test_a_full_version_is_taken_live_without_a_reload(engine: Engine) -> None:
     engine.publish()
     engine.sync.pull(1)
     engine.states.append(step(engine.states[-1], 2))
     publish_full(engine.root / "stream", 2, as_state(engine.states[2]))
     report = engine.sync.pull(2)
-    assert report.commit_path == "reload"
-    assert "full version 2" in report.reason
+    assert (report.commit_path, report.verified) == ("in place", "unverified-source")
+    assert engine.sync.durable_version == 2
     engine.assert_live(2)
     assert engine.sync.pull(engine.publish()).commit_path == "in place"
     engine.assert_live(3)
@@ -154,7 +162,7 @@ def test_a_restarted_engine_attaches_to_what_is_live_and_catches_up(engine: Engi
     for _ in range(3):
         engine.publish()
     engine.sync.pull(2)
-    engine.sync._mirror.flush(60)
+    engine.sync.flush(60)
     engine.sync.close()
     engine.start(version=2)
     assert engine.sync.version == 2
@@ -166,7 +174,7 @@ def test_a_restart_at_the_base_with_the_mirror_ahead(engine: Engine) -> None:
     for _ in range(2):
         engine.publish()
     engine.sync.pull(2)
-    engine.sync._mirror.flush(60)
+    engine.sync.flush(60)
     engine.sync.close()
     engine.start(version=0)
     assert engine.sync.version == 0
@@ -178,18 +186,213 @@ def test_a_restart_at_the_base_with_the_mirror_ahead(engine: Engine) -> None:
 def test_unknown_live_weights_are_brought_back_by_a_reload(engine: Engine) -> None:
     engine.publish()
     engine.sync.close()
-    engine.start(version=0)
-    engine.sync.close()
     with torch.no_grad():
         engine.model.proj.weight.add_(1)
-    twin = TinyModel(CONFIG, Ranks())
-    engine.sync = WeightSync(
-        engine.model, load_weights=twin.load_weights, twin=twin, reload=engine.reload, base_dir=engine.root / "base",
-        local_checkpoint_dir=engine.root / "local", source_dir=engine.root / "stream", derived=derived(), timeout=60,
-    )  # fmt: skip
+    engine.attach()
+    assert engine.sync.version is None
+    assert not engine.sync.ready
+    assert engine.sync.pull(1).commit_path == "reload"
+    engine.assert_live(1)
+    assert engine.sync.ready
+
+
+def test_a_param_that_was_permuted_after_the_load_is_never_patched(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.close()
+    with torch.no_grad():
+        engine.model.proj.weight.copy_(engine.model.proj.weight.flip(0).clone())
+    engine.attach()
+    assert engine.sync.version == 0
+    report = engine.sync.prepare(1).report
+    assert report.commit_path == "reload"
+    assert "`proj.weight`" in report.reason
+    assert report.bytes_by_class["opaque"] > 0
+
+
+def test_a_trainer_that_starts_again_resets_the_files_and_leaves_live_unknown(engine: Engine) -> None:
+    for _ in range(2):
+        engine.publish()
+    engine.sync.pull(2)
+    prepared = engine.sync.prepare(0)
+    assert (prepared.report.commit_path, engine.sync.version, engine.sync.durable_version) == ("reload", None, 0)
+    assert_same(engine.model, fresh_load(CONFIG, Ranks(), engine.states[2]))
+    report = engine.sync.pull(1)
+    assert (report.commit_path, report.version) == ("reload", 1)
+    engine.assert_live(1)
+    assert engine.sync.pull(2).commit_path == "in place"
+    engine.assert_live(2)
+
+
+def test_a_reset_where_the_base_is_live_changes_nothing(engine: Engine) -> None:
+    assert engine.sync.pull(0).commit_path == "nothing"
+    engine.assert_live(0)
+    engine.publish()
+    assert engine.sync.pull(1).commit_path == "in place"
+    engine.assert_live(1)
+
+
+def test_a_reset_is_committed_by_a_reload_of_the_base(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.pull(1)
+    assert engine.sync.pull(0).commit_path == "reload"
+    engine.assert_live(0)
+
+
+def test_an_engine_restarted_at_n_whose_files_were_reset(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.pull(1)
+    engine.sync.prepare(0)
+    engine.sync.close()
+    engine.start(version=1)
     assert engine.sync.version is None
     assert engine.sync.pull(1).commit_path == "reload"
     engine.assert_live(1)
+
+
+def test_two_engines_share_a_directory_and_one_lags(engine: Engine, tmp_path: Path) -> None:
+    other = Engine.__new__(Engine)
+    other.config, other.root, other.states = CONFIG, engine.root, engine.states
+    other.start()
+    for encoding in ("xor", "overwrite", "xor"):
+        engine.publish(encoding=encoding)
+    engine.sync.pull(1)
+    engine.sync.pull(3)
+    engine.sync.flush(60)
+    assert other.sync.version == 0
+    report = other.sync.pull(2)
+    assert (report.commit_path, report.chain) == ("in place", (1, 2))
+    other.assert_live(2)
+    assert other.sync.pull(3).commit_path == "in place"
+    other.assert_live(3)
+    engine.assert_live(3)
+    other.sync.close()
+
+
+def test_what_is_prepared_keeps_the_files_at_what_is_live(engine: Engine) -> None:
+    for _ in range(2):
+        engine.publish()
+    engine.sync.pull(1)
+    prepared = engine.sync.prepare(2)
+    time.sleep(0.3)
+    state = read_state(engine.root / "local")
+    assert bytes(state["proj.weight"].data) == bytes(as_state(engine.states[1])["proj.weight"].data)
+    engine.sync.commit(prepared)
+    engine.sync.flush(60)
+    state = read_state(engine.root / "local")
+    assert bytes(state["proj.weight"].data) == bytes(as_state(engine.states[2])["proj.weight"].data)
+
+
+def test_a_flipped_live_bit_is_repaired_and_reported(engine: Engine) -> None:
+    for _ in range(2):
+        engine.publish()
+    engine.sync.pull(1)
+    with torch.no_grad():
+        engine.model.proj.weight.view(torch.int16)[1, 1] ^= 32
+    damaged = bytes(engine.model.proj.weight.detach().view(torch.uint8).numpy())
+    prepared = engine.sync.prepare(2)
+    assert prepared.report.repaired == ("proj.weight",)
+    assert bytes(engine.model.proj.weight.detach().view(torch.uint8).numpy()) == damaged
+    engine.sync.commit(prepared)
+    engine.assert_live(2)
+
+
+def test_what_is_prepared_expires(engine: Engine) -> None:
+    engine.publish()
+    engine.sync.close()
+    engine.start(expires_after=0.2)
+    prepared = engine.sync.prepare(1)
+    deadline = time.monotonic() + 20
+    while engine.sync.prepared is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(RefusedError):
+        engine.sync.commit(prepared)
+    engine.assert_live(0)
+    engine.sync.pull(1)
+    engine.assert_live(1)
+
+
+def test_an_update_that_came_from_elsewhere_makes_live_unknown(engine: Engine) -> None:
+    engine.publish()
+    prepared = engine.sync.prepare(1)
+    engine.sync.invalidate("the engine has loaded other weights")
+    assert (engine.sync.version, engine.sync.prepared, engine.sync.ready) == (None, None, False)
+    with pytest.raises(RefusedError):
+        engine.sync.commit(prepared)
+    assert engine.sync.pull(1).commit_path == "reload"
+    engine.assert_live(1)
+
+
+def test_params_that_were_released_are_refused(engine: Engine) -> None:
+    engine.publish()
+    data = engine.model.proj.weight.data
+    engine.model.proj.weight.data = torch.empty(0, dtype=data.dtype)
+    with pytest.raises(RefusedError, match=r"proj\.weight"):
+        engine.sync.prepare(1)
+    engine.model.proj.weight.data = data
+    engine.sync.pull(1)
+    engine.assert_live(1)
+
+
+def test_a_reader_beside_prepare_never_sees_a_changed_byte(engine: Engine) -> None:
+    for encoding in ("xor", "overwrite", "xor", "overwrite"):
+        engine.publish(encoding=encoding)
+    before = {name: bytes(tensor_bytes(tensor)) for name, tensor in engine.model.named_parameters()}
+    stop, seen = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            now = {name: bytes(tensor_bytes(tensor)) for name, tensor in engine.model.named_parameters()}
+            seen.append(now == before)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    prepared = engine.sync.prepare(4)
+    stop.set()
+    reader.join()
+    assert len(seen) > 3
+    assert all(seen)
+    engine.sync.commit(prepared)
+    engine.assert_live(4)
+
+
+def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
+    for _ in range(2):
+        engine.publish()
+    engine.sync.close()
+    engine.start(decode_in_process=False)
+    engine.sync.pull(1)
+    helper = engine.sync._host._decoder
+    os.kill(helper.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while helper.pid is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    engine.sync.pull(2)
+    engine.assert_live(2)
+
+
+def test_errors_of_the_helper_are_those_of_the_work(engine: Engine) -> None:
+    engine.publish(payloads={"proj.weight": b"not a frame"})
+    engine.sync.close()
+    engine.start(decode_in_process=False)
+    with pytest.raises(PayloadError) as caught:
+        engine.sync.pull(1)
+    assert (caught.value.tensor, caught.value.version) == ("proj.weight", 1)
+    engine.assert_live(0)
+
+
+def test_the_report_tells_what_was_done(engine: Engine) -> None:
+    engine.publish()
+    told = []
+    engine.sync.close()
+    engine.start(progress=lambda done, total: told.append((done, total)))
+    report = engine.sync.pull(1)
+    changed = sum(tensor.nbytes for tensor in engine.states[1].values() if tensor.numel())
+    assert told[-1] == (told[-1][1], told[-1][1])
+    assert 0 < told[-1][1] <= changed
+    assert set(STAGES) <= set(report.seconds)
+    assert min(report.wire_bytes, report.compact_bytes, report.touched_bytes, report.peak_staging_bytes) > 0
+    assert json.loads(json.dumps(report.as_dict()))["commit_path"] == "in place"
+    assert report.verified == "checksums"
 
 
 def test_a_target_behind_is_refused(engine: Engine) -> None:
@@ -201,37 +404,11 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
     engine.assert_live(2)
 
 
-def test_version_zero_makes_the_local_checkpoint_the_base_again(engine: Engine) -> None:
-    engine.publish()
-    engine.sync.pull(1)
-    told = engine.sync.prepare(0).report
-    assert told.commit_path == "reload"
-    engine.assert_live(1)
-    assert engine.sync.durable_version == 0
-    engine.sync.commit(engine.sync.prepare(0))
-    engine.assert_live(0)
-    engine.sync.pull(1)
-    engine.assert_live(1)
-
-
-def test_a_run_that_begins_while_the_base_is_live_has_the_mirror_follow(engine: Engine) -> None:
-    engine.publish()
-    engine.sync.pull(1)
-    engine.sync.close()
-    engine.start()
-    assert engine.sync.durable_version == 1
-    assert engine.sync.prepare(0).report.commit_path == "nothing"
-    assert engine.sync.durable_version == 0
-    engine.sync.pull(1)
-    engine.assert_live(1)
-    assert engine.sync.durable_version == 1
-
-
 def test_an_exception_in_the_commit_is_rolled_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.publish()
     prepared = engine.sync.prepare(1)
-    real = engine.sync._store.verify
-    monkeypatch.setattr(engine.sync._store, "verify", lambda update: real(update) or "proj.weight")
+    real = engine.sync._live.store.verify
+    monkeypatch.setattr(engine.sync._live.store, "verify", lambda update: real(update) or "proj.weight")
     with pytest.raises(DigestMismatchError):
         engine.sync.commit(prepared)
     engine.assert_live(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from pathlib import Path
 
 import click
@@ -26,6 +27,7 @@ DIRECTORY = click.Path(path_type=Path)
     "--visibility-timeout", type=float, default=60.0, show_default=True, help="Seconds to wait for a version."
 )
 @click.option("--pre-read-hook", help="pkg.mod.fn or pkg.mod:fn, called with (source_dir, target_version).")
+@click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object, not as text.")
 def serve_command(
     *,
     model: Path,
@@ -41,6 +43,7 @@ def serve_command(
     timeout: float,
     visibility_timeout: float,
     pre_read_hook: str | None,
+    as_json: bool,
 ) -> None:
     """Hold a checkpoint's weights, and bring them to published versions on request.
 
@@ -75,8 +78,14 @@ def serve_command(
         roots=Roots(source=source_root, local=local_root),
         place=place,
         token=token,
-        announce=lambda address: click.echo(f"serving {model} with {tp} workers at {address}"),
+        announce=lambda address: click.echo(_announcement(address, model=model, tp=tp, as_json=as_json)),
     )
+
+
+def _announcement(address: str, *, model: Path, tp: int, as_json: bool) -> str:
+    if as_json:
+        return json.dumps({"address": address, "model": str(model), "tp": tp})
+    return f"serving {model} with {tp} workers at {address}"
 
 
 def _is_loopback(host: str) -> bool:

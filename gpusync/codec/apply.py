@@ -28,7 +28,8 @@ def would_be(
 
     `old` holds the base's bytes, `new` what `decoders`, applied one after the other, make of them; both are valid until
     the next step only, and writable (they are copies). Without a base `old` is empty. No decoder: `new` equals `old`.
-    A tensor of no bytes yields nothing, its payloads are checked all the same.
+    A tensor of no bytes yields nothing, its payloads are checked all the same. Windows are shorter than `window_bytes`,
+    or as long as one element, where a decoder takes whole elements only.
 
     `scratch`: u8, at least `2 * min(window_bytes, nbytes)` long, to spare the allocation; one thread's own.
     Raises, before the first window, `LayoutError` if the base has another size, `ChainError` if there is none and the
@@ -42,6 +43,8 @@ def would_be(
         raise LayoutError("base tensor has another size", where=where, expected=nbytes, found=base.nbytes)
     if window_bytes < 1:
         raise LayoutError("window of no bytes", where=where, expected="at least 1", found=window_bytes)
+    unit_bytes = max((decoder.unit_bytes for decoder in decoders), default=1)
+    window_bytes = max(window_bytes - window_bytes % unit_bytes, unit_bytes)
     return _windows(base, decoders, nbytes, _two_windows(scratch, min(window_bytes, nbytes), where))
 
 

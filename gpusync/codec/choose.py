@@ -1,6 +1,7 @@
-"""Chooses the GF01 form of one tensor: the smallest, without encoding what plainly is not.
+"""Chooses the form of one tensor's payload: the smallest, without encoding what plainly is not.
 
-Forms are tried in the order of what a sample promises, until the best so far is clearly below the promise of the next.
+A histogram of the steps says what GS01 will take, a sample what a full form would; only what stays in question is
+encoded.
 """
 
 from __future__ import annotations
@@ -8,23 +9,30 @@ from __future__ import annotations
 import numpy as np
 
 from gpusync.codec.gf01_encode import FRAME_BYTES, encode_gf01
-from gpusync.codec.gf01_layout import FULL, FULL_PLANES, TRANSFORM_NAMES, XOR
+from gpusync.codec.gf01_layout import FULL, FULL_PLANES, STEP_PLANES, TRANSFORM_NAMES
+from gpusync.codec.gs01_encode import Gs01Steps
 from gpusync.codec.payload import U8, Payload, as_bytes
-from gpusync.codec.windows import paired_windows, total_bytes
+from gpusync.codec.windows import total_bytes
 from gpusync.errors import NOWHERE, Where
 
 UNCHANGED = "unchanged"
+GS01 = "GS01"
 
-_SAMPLE_BYTES = 64 << 10
+# Share of the tensor up to which GS01 is taken without a look at step planes.
+_SPARSE = 0.25
+# Below this share no full form is looked at, not even in a sample.
+_NEGLIGIBLE = 0.03
+
+_SAMPLE_BYTES = 8 << 10
 _SAMPLES = 16
 # A form is encoded too if the best so far is not below this share of what the sample says of it.
 _CLEAR = 0.9
-# zstd-1 needs up to about two bytes for a changed byte among unchanged ones, whatever the sample has seen of them.
-_XOR_BYTES_PER_CHANGE = 2.0
-_XOR_FLOOR = 0.001
+
+# A payload and the name of its form.
+_Candidate = tuple[bytes, str]
 
 
-def choose_gf01(
+def choose_payload(
     old: U8 | Payload | None,
     new: U8 | Payload,
     *,
@@ -34,70 +42,67 @@ def choose_gf01(
     level: int = 1,
     where: Where = NOWHERE,
 ) -> tuple[bytes | None, str]:
-    """(payload, name of its transform); (None, "unchanged") if `old` is given and equal to `new`.
+    """(payload, name of its form); (None, "unchanged") if `old` is given and equal to `new`.
 
     Both are read several times: whole arrays or sources, no iterators. Without `old` the payload needs no base.
     """
     nbytes = total_bytes(new, nbytes=None, where=where)
-    promised = _promised_ratios(old, new, nbytes, element_bytes, level, where)
-    best: bytes | None = None
-    name = UNCHANGED
-    for transform, ratio in sorted(promised.items(), key=lambda item: item[1]):
-        if best is not None and len(best) <= _CLEAR * ratio * nbytes:
-            break
+    options = _Options(element_bytes, float_order, frame_bytes, level, where)
+    best: _Candidate | None = None
+    if old is not None:
+        steps = Gs01Steps(old, new, element_bytes=element_bytes, float_order=float_order, where=where)
+        if not steps.changed:
+            return None, UNCHANGED
+        best = _choose_steps(old, new, steps, options, nbytes)
+    return _choose_full(new, best, options, nbytes)
+
+
+class _Options:
+    def __init__(self, element_bytes: int, float_order: bool, frame_bytes: int, level: int, where: Where) -> None:
+        self.element_bytes = element_bytes
+        self.float_order = float_order
+        self.frame_bytes = frame_bytes
+        self.level = level
+        self.where = where
+
+    def encode(self, old: U8 | Payload | None, new: U8 | Payload, transform: int) -> _Candidate:
         payload = encode_gf01(
-            old if transform == XOR else None,
+            old,
             new,
             transform=transform,
-            element_bytes=element_bytes,
-            float_order=float_order,
-            frame_bytes=frame_bytes,
-            level=level,
-            where=where,
+            element_bytes=self.element_bytes,
+            float_order=self.float_order,
+            frame_bytes=self.frame_bytes,
+            level=self.level,
+            where=self.where,
         )
-        if payload is not None and (best is None or len(payload) < len(best)):
-            best, name = payload, TRANSFORM_NAMES[transform]
-    return best, name
+        return payload or b"", f"GF01 {TRANSFORM_NAMES[transform]}"
 
 
-def _promised_ratios(
-    old: U8 | Payload | None, new: U8 | Payload, nbytes: int, element_bytes: int, level: int, where: Where
-) -> dict[int, float]:
-    """Transform -> payload bytes per tensor byte, from a sample and, for xor, from the count of changed bytes.
-
-    Nothing for an unchanged tensor. The count is there because changes cluster (rows of an embedding) and a sample can
-    hit, or miss, all of them.
-    """
-    changed = _changed_bytes(old, new, nbytes, where)
-    if changed == 0 and old is not None:
-        return {}
-    after = _sample(new, nbytes)
-    transforms = [FULL] if element_bytes == 1 else [FULL_PLANES, FULL]
-    sizes = {t: _sampled_ratio(None, after, t, element_bytes, level) for t in transforms}
-    if old is not None:
-        sampled = _sampled_ratio(_sample(old, nbytes), after, XOR, element_bytes, level)
-        sizes[XOR] = min(sampled, _XOR_FLOOR + _XOR_BYTES_PER_CHANGE * changed / nbytes)
-    return sizes
+def _choose_steps(old: U8 | Payload, new: U8 | Payload, steps: Gs01Steps, options: _Options, nbytes: int) -> _Candidate:
+    """What is made of the difference: GS01 where it is sparse, else the smaller of GS01 and step planes."""
+    if steps.nbytes <= _SPARSE * nbytes:
+        return steps.encode(), GS01
+    planes = options.encode(old, new, STEP_PLANES)
+    if len(planes[0]) <= steps.nbytes:
+        return planes
+    sparse = steps.encode()
+    return (sparse, GS01) if len(sparse) < len(planes[0]) else planes
 
 
-def _changed_bytes(old: U8 | Payload | None, new: U8 | Payload, nbytes: int, where: Where) -> int:
-    if old is None:
-        return 0
-    windows = paired_windows(old, new, nbytes=nbytes, where=where)
-    return sum(int(np.count_nonzero(before != after)) for _, before, after in windows)
-
-
-def _sampled_ratio(old: U8 | None, new: U8, transform: int, element_bytes: int, level: int) -> float:
-    payload = encode_gf01(
-        old,
-        new,
-        transform=transform,
-        element_bytes=element_bytes,
-        float_order=False,
-        frame_bytes=FRAME_BYTES,
-        level=level,
-    )
-    return 0.0 if payload is None else len(payload) / max(1, len(new))
+def _choose_full(new: U8 | Payload, best: _Candidate | None, options: _Options, nbytes: int) -> _Candidate:
+    """`best`, or a full form if that is smaller."""
+    if best is not None and len(best[0]) <= _NEGLIGIBLE * nbytes:
+        return best
+    transforms = [FULL] if options.element_bytes == 1 else [FULL_PLANES, FULL]
+    sample = _sample(new, nbytes)
+    promised = {transform: len(options.encode(None, sample, transform)[0]) for transform in transforms}
+    for transform in sorted(promised, key=lambda each: promised[each]):
+        ratio = promised[transform] / max(1, len(sample))
+        if best is None or len(best[0]) > _CLEAR * ratio * nbytes:
+            full = options.encode(None, new, transform)
+            best = full if best is None or len(full[0]) < len(best[0]) else best
+    return best if best is not None else options.encode(None, new, FULL)
 
 
 def _sample(data: U8 | Payload, nbytes: int) -> U8:

@@ -17,19 +17,23 @@ ELEMENT_TYPES: dict[int, np.dtype[np.unsignedinteger]] = {
 LINE_BYTES = 64
 
 
-def changed_positions(old: Bytes, new: Bytes, *, element_bytes: int) -> Positions:
-    """Ascending positions (u32, in elements) at which two equally long u8 windows differ.
+def changed_positions(old: Bytes | None, new: Bytes, *, element_bytes: int) -> Positions:
+    """Ascending positions (u32, in elements) at which two equally long u8 windows differ; without `old`, at which `new`
+    is not zero.
 
     The windows hold whole elements of 1, 2, 4 or 8 bytes, fewer than 2**31 of them. 64 bytes are looked at together and
     only those that differ again: at the densities of RL updates most of the work is a plain exclusive-or.
     """
     kind, per_line = ELEMENT_TYPES[element_bytes], LINE_BYTES // element_bytes
-    whole = old.size - old.size % LINE_BYTES
-    differences = old[:whole].view("<u8") ^ new[:whole].view("<u8")
+    whole = new.size - new.size % LINE_BYTES
+    differences = new[:whole].view("<u8")
+    if old is not None:
+        differences = old[:whole].view("<u8") ^ differences
     lines = np.flatnonzero((differences != 0).view("<u8"))  # eight flags, a line's words, as one
     found = np.flatnonzero(differences.view(kind).reshape(-1, per_line)[lines].reshape(-1) != 0)
     head = lines[found // per_line] * per_line + found % per_line
-    tail = np.flatnonzero(old[whole:].view(kind) != new[whole:].view(kind)) + whole // element_bytes
+    rest = new[whole:].view(kind) if old is None else old[whole:].view(kind) ^ new[whole:].view(kind)
+    tail = np.flatnonzero(rest) + whole // element_bytes
     return np.concatenate([head, tail]).astype("<u4")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gpusync.codec.gf01 import GF01_MAGIC, Gf01Decoder
+from gpusync.codec.gs01 import GS01_MAGIC, Gs01Decoder
 from gpusync.codec.overwrite import OverwriteDecoder
 from gpusync.codec.payload import U8, Payload, read_head
 from gpusync.codec.windows import WINDOW_BYTES
@@ -12,21 +13,25 @@ from gpusync.codec.xor import XorDecoder
 from gpusync.errors import NOWHERE, LayoutError, PayloadError, UnsupportedFormatError, Where
 
 ENCODINGS = ("xor", "overwrite", "gpusync")
-# Magics of our own payloads that later readers will know.
-_LATER_MAGICS = (b"GS01", b"GS02")
+# A payload of our own that later readers will know.
+_LATER_MAGICS = (b"GS02",)
+_FORMS = f"{GS01_MAGIC.decode()} or {GF01_MAGIC.decode()}"
 
 
 class DeltaDecoder(Protocol):
     """One pass over one tensor. Memory is bounded by windows, never by the tensor.
 
     `apply` changes `window`, a writable 1-D u8 array that holds bytes [offset, offset + len) of the old tensor, into
-    the new bytes. Windows come ascending, gapless, from 0, of any length. It raises `PayloadError` at the first damage
-    it meets, and may leave the window half changed then: windows are scratch, never the live tensor. `finish`, after
-    the last window, checks that nothing is left over. Without `needs_base` the old bytes do not matter.
+    the new bytes. Windows come ascending, gapless, from 0, of any multiple of `unit_bytes`. It raises `PayloadError` at
+    the first damage it meets, and may leave the window half changed then: windows are scratch, never the live tensor.
+    `finish`, after the last window, checks that nothing is left over. Without `needs_base` the old bytes do not matter.
     """
 
     @property
     def needs_base(self) -> bool: ...
+
+    @property
+    def unit_bytes(self) -> int: ...
 
     def apply(self, window: U8, offset: int) -> None: ...
 
@@ -75,6 +80,7 @@ def apply_whole(
         payload, encoding=encoding, nbytes=len(target), element_bytes=element_bytes, float_order=float_order,
         where=where,
     )  # fmt: skip
+    window_bytes = max(window_bytes - window_bytes % decoder.unit_bytes, decoder.unit_bytes)
     for offset in range(0, len(target), window_bytes):
         decoder.apply(target[offset : offset + window_bytes], offset)
     decoder.finish()
@@ -84,10 +90,12 @@ def _open_gpusync(payload: Payload, *, nbytes: int, element_bytes: int, where: W
     magic = read_head(payload, 4)
     if magic == GF01_MAGIC:
         return Gf01Decoder(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
+    if magic == GS01_MAGIC:
+        return Gs01Decoder(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
     if magic in _LATER_MAGICS:
         raise UnsupportedFormatError(
-            "payload form is not supported", where=where, expected=GF01_MAGIC.decode(), found=magic.decode()
+            "payload form is not supported", where=where, expected=_FORMS, found=magic.decode()
         )
     raise PayloadError(
-        "payload is none of gpusync's forms", where=where, expected=GF01_MAGIC.decode(), found=magic.hex() or "nothing"
+        "payload is none of gpusync's forms", where=where, expected=_FORMS, found=magic.hex() or "nothing"
     )

@@ -1,7 +1,8 @@
 """Decodes GF01 payloads (layout in `gf01_layout`) on the host.
 
-Raw bytes by transform: 0 xor, `new ^ old`; 1 step planes (not supported yet); 2 full planes, plane p holding bits
-8p..8p+7 of every stored word, planes one after the other, least significant first; 3 full, the new bytes as they are.
+Raw bytes by transform: 0 xor, `new ^ old`; 1 step planes, the zig-zag coded steps from old words to new ones; 2 full
+planes, the new words; 3 full, the new bytes as they are. Plane p holds bits 8p..8p+7 of every word; planes stand one
+after the other, least significant first.
 Frames are independent: only those a window touches are decoded, and each only once for windows that come in order.
 """
 
@@ -22,11 +23,13 @@ from gpusync.codec.gf01_layout import (
     TRANSFORM_NAMES,
     XOR,
     Gf01Layout,
+    plane_count,
     read_layout,
 )
 from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.codec.windows import WindowOrder, pieces
-from gpusync.errors import NOWHERE, PayloadError, UnsupportedFormatError, Where
+from gpusync.errors import NOWHERE, LayoutError, PayloadError, Where
+from gpusync_kernels.word_order import from_order, to_order, unzigzag
 
 __all__ = [
     "FULL",
@@ -43,36 +46,62 @@ _CHUNK_BYTES = 256 << 10
 
 
 class Gf01Decoder:
-    """Makes new bytes of old ones (xor), or writes new ones (full planes, full), window by window.
+    """Makes new bytes of old ones (xor, step planes), or writes new ones (full planes, full), window by window.
 
     The header, the table of frames and all padding are checked when it is opened, each frame just before it is used.
-    Holds, for each plane, one decoded frame and one chunk of stored bytes.
+    Holds, for each plane, one decoded frame and one chunk of stored bytes. `transform`, `element_bytes`, `float_order`
+    and `raw_bytes` are the payload's; `read_raw` gives what it decodes to before it is applied.
     """
 
     def __init__(self, payload: Payload, *, nbytes: int, element_bytes: int, where: Where = NOWHERE) -> None:
         layout = read_layout(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
-        if layout.transform == STEP_PLANES:
-            raise UnsupportedFormatError(
-                "GF01 transform is not supported", where=where, expected="xor, full planes or full",
-                found=TRANSFORM_NAMES[layout.transform],
-            )  # fmt: skip
-        self.needs_base = layout.transform == XOR
+        self.transform, self.raw_bytes = layout.transform, layout.raw_bytes
+        self.element_bytes, self.float_order = layout.element_bytes, layout.float_order
+        self.needs_base = layout.transform in (XOR, STEP_PLANES)
+        self.unit_bytes = layout.element_bytes if layout.transform == STEP_PLANES else 1
         self._layout = layout
-        self._order = WindowOrder(nbytes=nbytes, where=where)
-        planes = layout.element_bytes if layout.transform == FULL_PLANES else 1
-        self._planes = [_RawReader(payload, layout, where) for _ in range(planes)]
+        self._where = where
+        self._order = WindowOrder(nbytes=nbytes, unit_bytes=self.unit_bytes, where=where)
+        self._planes = [_RawReader(payload, layout, where) for _ in range(plane_count(layout))]
         self._words = np.empty(0, np.uint8)
+        self._steps = np.empty(0, np.uint8)
 
     def apply(self, window: U8, offset: int) -> None:
         self._order.advance(window, offset)
         for piece, start in pieces(window, offset):
-            if len(self._planes) > 1:
+            if self.transform == STEP_PLANES:
+                self._add_steps(piece, start)
+            elif len(self._planes) > 1:
                 self._join_planes(piece, start)
             else:
                 self._apply_flat(piece, start)
 
     def finish(self) -> None:
         self._order.finish()
+
+    def read_raw(self, offset: int, out: U8) -> None:
+        """Fills `out` with the raw bytes [offset, offset + len(out)): planes one after the other, xor or full bytes.
+
+        Independent of the windows. Raises `PayloadError`, `LayoutError` for a range outside.
+        """
+        if offset < 0 or offset + len(out) > self.raw_bytes:
+            raise LayoutError(
+                "raw bytes outside the tensor", where=self._where, expected=f"at most {self.raw_bytes}",
+                found=offset + len(out),
+            )  # fmt: skip
+        at = 0
+        for raw in self._planes[0].read(offset, len(out)):
+            out[at : at + len(raw)] = raw
+            at += len(raw)
+
+    def _add_steps(self, piece: U8, start: int) -> None:
+        if len(self._steps) < len(piece):
+            self._steps = np.empty(len(piece), np.uint8)
+        coded = self._steps[: len(piece)]
+        self._join_planes(coded, start)
+        kind, order = f"<u{self.element_bytes}", int(self.float_order)
+        words = piece.view(kind)
+        words[:] = from_order(to_order(words, order) + unzigzag(coded.view(kind)), order)
 
     def _apply_flat(self, piece: U8, start: int) -> None:
         at = 0

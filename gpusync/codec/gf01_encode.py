@@ -20,6 +20,7 @@ from gpusync.codec.gf01_layout import (
 from gpusync.codec.payload import U8, as_bytes
 from gpusync.codec.windows import WINDOW_BYTES, Windows, iterate_windows, paired_windows, total_bytes
 from gpusync.errors import NOWHERE, LayoutError, UnsupportedFormatError, Where
+from gpusync_kernels.word_order import to_order, zigzag
 
 FRAME_BYTES = 64 << 10
 
@@ -46,23 +47,32 @@ def encode_gf01(
     nbytes = total_bytes(new, nbytes=nbytes, where=where)
     _check(old, transform, element_bytes, frame_bytes, nbytes, where)
     frames = _FrameWriter(raw_bytes=nbytes, frame_bytes=frame_bytes, level=level)
-    planes = element_bytes if transform == FULL_PLANES else 1
+    planes = element_bytes if transform in (STEP_PLANES, FULL_PLANES) else 1
     changed = old is None
     window_bytes = max(window_bytes - window_bytes % element_bytes, element_bytes)
     for offset, before, after in _windows(old, new, nbytes, window_bytes, where):
+        if len(after) % planes:
+            found = len(after)
+            raise LayoutError("window cuts an element", where=where, expected=f"a multiple of {planes}", found=found)
         raw = after
-        if before is not None and (transform == XOR or not changed):
-            difference = before ^ after
+        if before is not None and (transform in (XOR, STEP_PLANES) or not changed):
+            difference = (
+                _steps(before, after, element_bytes, float_order) if transform == STEP_PLANES else before ^ after
+            )
             changed = changed or bool(difference.any())
-            raw = difference if transform == XOR else after
-        if len(raw) % planes:
-            raise LayoutError("window cuts an element", where=where, expected=f"a multiple of {planes}", found=len(raw))
+            raw = difference if transform in (XOR, STEP_PLANES) else after
         words = raw.reshape(-1, planes)
         for plane in range(planes):
             frames.put(plane * (nbytes // planes) + offset // planes, np.ascontiguousarray(words[:, plane]))
     if (nbytes and not changed) or (not nbytes and old is not None):
         return None
     return frames.payload(transform=transform, element_bytes=element_bytes, float_order=float_order)
+
+
+def _steps(before: U8, after: U8, element_bytes: int, float_order: bool) -> U8:
+    old, new = (to_order(side.view(f"<u{element_bytes}"), int(float_order)) for side in (before, after))
+    steps: U8 = zigzag(new - old).view(np.uint8)
+    return steps
 
 
 class _FrameWriter:
@@ -129,10 +139,12 @@ def _windows(
 def _check(
     old: Windows | None, transform: int, element_bytes: int, frame_bytes: int, nbytes: int, where: Where
 ) -> None:
-    if transform == STEP_PLANES or transform not in range(len(TRANSFORM_NAMES)):
+    if transform not in range(len(TRANSFORM_NAMES)):
         raise UnsupportedFormatError("GF01 transform is not supported", where=where, found=transform)
-    if transform == XOR and old is None:
-        raise LayoutError("GF01 xor without old bytes", where=where)
+    if transform in (XOR, STEP_PLANES) and old is None:
+        raise LayoutError(f"GF01 {TRANSFORM_NAMES[transform]} without old bytes", where=where)
+    if transform == STEP_PLANES and element_bytes not in (1, 2, 4, 8):
+        raise LayoutError("GF01 steps between odd elements", where=where, expected="1, 2, 4 or 8", found=element_bytes)
     if frame_bytes not in {1 << log2 for log2 in range(MIN_FRAME_LOG2, MAX_FRAME_LOG2 + 1)}:
         raise LayoutError("frame_bytes is no power of two of 64 KiB to 1 MiB", where=where, found=frame_bytes)
     if element_bytes < 1 or nbytes % element_bytes:

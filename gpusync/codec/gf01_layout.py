@@ -47,6 +47,11 @@ class Gf01Layout:
         return min(self.frame_bytes, self.raw_bytes - frame * self.frame_bytes)
 
 
+def plane_count(layout: Gf01Layout) -> int:
+    """1 where elements are not split into planes."""
+    return layout.element_bytes if layout.transform in (STEP_PLANES, FULL_PLANES) else 1
+
+
 def max_stored_bytes(frame_bytes: int) -> int:
     """More than any encoder needs for a frame; a stored frame above it is refused before memory is taken for it."""
     return 2 * frame_bytes + 1024

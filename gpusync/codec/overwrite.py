@@ -26,6 +26,7 @@ class OverwriteDecoder:
     """Writes the listed values into windows; bytes that are not listed stay. Memory: see `open_runs`."""
 
     needs_base = True
+    unit_bytes = 1
 
     def __init__(self, payload: Payload, *, nbytes: int, where: Where = NOWHERE) -> None:
         count = _declared_count(payload, nbytes, where)

@@ -17,10 +17,11 @@ Windows = U8 | Payload | Iterable[U8]
 
 
 class WindowOrder:
-    """Guards a decoder's contract: windows come ascending, gapless, from 0, and end at the tensor's end."""
+    """Guards a decoder's contract: windows come ascending, gapless, from 0, in whole units, to the tensor's end."""
 
-    def __init__(self, *, nbytes: int, where: Where) -> None:
+    def __init__(self, *, nbytes: int, unit_bytes: int = 1, where: Where) -> None:
         self.nbytes = nbytes
+        self.unit_bytes = unit_bytes
         self.where = where
         self.next_offset = 0
 
@@ -31,6 +32,11 @@ class WindowOrder:
             raise LayoutError(
                 "window ends behind the tensor", where=self.where, expected=self.nbytes, found=offset + len(window)
             )
+        if len(window) % self.unit_bytes:
+            raise LayoutError(
+                "window cuts an element", where=self.where, expected=f"a multiple of {self.unit_bytes}",
+                found=len(window),
+            )  # fmt: skip
         self.next_offset = offset + len(window)
 
     def finish(self) -> None:

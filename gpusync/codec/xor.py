@@ -18,11 +18,18 @@ class XorDecoder:
     """Changes old bytes into new ones, window by window. Holds one window of at most `WINDOW_BYTES`."""
 
     needs_base = True
+    unit_bytes = 1
 
     def __init__(self, payload: Payload, *, nbytes: int, where: Where = NOWHERE) -> None:
         self._frame = FrameReader(payload, content_size=nbytes, where=where)
         self._order = WindowOrder(nbytes=nbytes, where=where)
         self._scratch = np.empty(0, np.uint8)
+
+    def read(self, window: U8, offset: int) -> None:
+        """Fills `window` with the difference itself, in place of `apply`: windows in order, as there."""
+        self._order.advance(window, offset)
+        for piece, _ in pieces(window, offset):
+            self._frame.read_into(piece)
 
     def apply(self, window: U8, offset: int) -> None:
         self._order.advance(window, offset)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpusync.digest.replicas import ReplicaMismatchError
     from gpusync.digest.sharded import DigestReport, Partial, combine, partial, sharded_digest, sharded_digests
     from gpusync.digest.shards import ShardedTensor, Shards
+    from gpusync.digest.supply import Supply
 
 __all__ = [
     "ALGORITHMS",
@@ -34,6 +35,7 @@ __all__ = [
     "ReplicaMismatchError",
     "ShardedTensor",
     "Shards",
+    "Supply",
     "Traffic",
     "combine",
     "digest_of",
@@ -52,6 +54,7 @@ _HOMES = {
     "ReplicaMismatchError": "gpusync.digest.replicas",
     "ShardedTensor": "gpusync.digest.shards",
     "Shards": "gpusync.digest.shards",
+    "Supply": "gpusync.digest.supply",
     "Traffic": "gpusync.digest.exchange",
     "combine": "gpusync.digest.sharded",
     "partial": "gpusync.digest.sharded",

@@ -13,10 +13,11 @@ import numpy as np
 from gpusync.digest.algorithms import Digest, new_digest
 from gpusync.digest.exchange import Bytes, Program, Round, Seat, nothing, to_all
 from gpusync.digest.fragments import ByteBatch, Fragments, byte_batches
+from gpusync.digest.held import adler32_sums
 from gpusync.digest.intervals import ByTensor, Ints, singles_of
-from gpusync_kernels.adler32 import MODULUS, adler32_checksums, adler32_partials, bind_adler32
-from gpusync_kernels.buffers import Buffer
-from gpusync_kernels.segments import SegmentTable, clip_source, per_source
+from gpusync.digest.supply import Source
+from gpusync_kernels.adler32 import MODULUS, adler32_checksums
+from gpusync_kernels.segments import clip_source, per_source
 
 _BYTE_COST = 3.0  # gathered, sent, put together
 _FRAGMENT_COST = 512.0  # what every rank knows of each
@@ -41,7 +42,7 @@ def assembled_digests(
     nbytes: Ints,
     owners: dict[int, int],
     tables: Sequence[ByTensor],
-    buffers: Sequence[Buffer],
+    source: Source,
     seat: Seat,
 ) -> Program[dict[int, bytes]]:
     """The digests of the tensors that `owners` gives to this rank. Every byte that others hold travels once."""
@@ -55,7 +56,7 @@ def assembled_digests(
         place = _places_of(batch, owner, seat.ranks)
         sent = [_fragments(table, batch, place, owner) for table in tables]
         sizes = sent[seat.rank].sizes(seat.ranks)
-        outgoing = seat.attempts.run(partial(sent[seat.rank].gather, buffers, seat.ranks), partial(_zeros, sizes))
+        outgoing = seat.attempts.run(partial(sent[seat.rank].gather, source, seat.ranks), partial(_zeros, sizes))
         received = yield Round(
             outgoing=outgoing,
             incoming=[each.sizes(seat.ranks)[seat.rank] for each in sent],
@@ -66,15 +67,14 @@ def assembled_digests(
 
 
 def adler32_digests(
-    tensors: Ints, nbytes: Ints, tables: Sequence[ByTensor], buffers: Sequence[Buffer], seat: Seat
+    tensors: Ints, nbytes: Ints, tables: Sequence[ByTensor], source: Source, seat: Seat
 ) -> Program[dict[int, bytes]]:
     """The checksums of `tensors`, on every rank: each gives its partials, 8 bytes for a tensor that it has bytes of."""
     sizes = nbytes[tensors]
     held = [(table.starts[tensors + 1] > table.starts[tensors]) for table in tables]
 
     def partials() -> Bytes:
-        table = SegmentTable(tables[seat.rank].of(tensors))
-        sums = adler32_partials(bind_adler32(table, sizes, dst=buffers))
+        sums = adler32_sums(tables[seat.rank].of(tensors), sizes, source)
         return np.ascontiguousarray(sums[held[seat.rank]].astype("<u4")).reshape(-1).view(np.uint8)
 
     lengths = [int(each.sum()) * PARTIAL_BYTES for each in held]

@@ -138,8 +138,11 @@ class BatchPlan:
         for rows, number, everything in zip(cut, index, held, strict=True):
             receiver = owner[number]
             rows["src_offset"] = place[number] * WORD_BYTES + rows["src_offset"] % WORD_BYTES
-            start = self.nbytes - STRIPE_BYTES
-            tail = singles_of(_clip(everything, np.where(finish < 0, self.nbytes, start), self.nbytes))
+            start, stop = self.nbytes - STRIPE_BYTES, np.where(finish < 0, 0, self.nbytes)
+            # cut between blocks, as windows of a supply are
+            middle = np.clip(self.blocks * BLOCK_BYTES, start, self.nbytes)
+            ends = [_clip(everything, start, np.minimum(middle, stop)), _clip(everything, middle, stop)]
+            tail = singles_of(np.concatenate(ends))
             target = finish[tail["src"]]
             tail["src_offset"] += end[target] * WORD_BYTES + stripe[tail["src"]] * STRIPE_BYTES - start[tail["src"]]
             fragments.append(Fragments.of(np.concatenate([rows, tail]), np.concatenate([receiver, target])))

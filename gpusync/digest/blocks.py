@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from gpusync.digest.batch_plan import BLOCK_WORDS, BatchPlan
 from gpusync.digest.exchange import Bytes, Program, Round, Seat, nothing
+from gpusync.digest.fragments import copy_to_source, on_host, zeros_on
+from gpusync.digest.host_chain import advance_on_host
 from gpusync.digest.intervals import ByTensor, Ints
 from gpusync.digest.routes import SUMS_ROW_BYTES, Routes, Runs
-from gpusync_kernels.buffers import Buffer
+from gpusync.digest.supply import Source
 from gpusync_kernels.chain import Links, advance, chain_digests, hex_digests
 from gpusync_kernels.segments import SegmentTable
 from gpusync_kernels.sums import Sums, add_words, bind_sums, block_sums
@@ -28,18 +30,16 @@ from gpusync_kernels.xxh3 import LANES, START, STRIPE_BYTES, WORD_BYTES, SumsLay
 U64 = npt.NDArray[np.uint64]
 
 
-def block_digests(
-    routes: Routes, tables: Sequence[ByTensor], buffers: Sequence[Buffer], seat: Seat
-) -> Program[dict[int, bytes]]:
+def block_digests(routes: Routes, tables: Sequence[ByTensor], source: Source, seat: Seat) -> Program[dict[int, bytes]]:
     """The digests of the routed tensors whose chain ends on this rank, 16 bytes each.
 
-    `tables[r]` is what rank r has of them, the one of this rank with destinations in `buffers`.
+    `tables[r]` is what rank r has of them, the one of this rank as parts of the layers of `source`.
     """
     lanes = np.tile(START, (len(routes.nbytes), 1))
     digests: dict[int, bytes] = {}
     for batch in routes.batches(seat.budget_bytes):
         plan = BatchPlan(routes, tables, batch, seat.rank)
-        work = _Work(plan, buffers)
+        work = _Work(plan, source)
         if plan.exchanges:
             outgoing = seat.attempts.run(work.messages, plan.empty_messages)
             received = yield Round(outgoing=outgoing, incoming=plan.incoming(), sent=plan.sent())
@@ -74,15 +74,16 @@ class _Work:
     """This rank's part of a batch: its sums and what it assembles."""
 
     plan: BatchPlan
-    buffers: Sequence[Buffer]
+    source: Source
     sums: Sums = None
+    fragments: Any = None
     tails: Any = None
 
     def messages(self) -> list[Bytes]:
         """To every rank: the sums it needs of this one, then fragments."""
         plan = self.plan
         self._sum()
-        parts = plan.fragments[plan.rank].gather(self.buffers, plan.ranks)
+        parts = plan.fragments[plan.rank].split(on_host(self.fragments), plan.ranks)
         outgoing = []
         for receiver, part in enumerate(parts):
             rows = plan.sums_for(plan.rank, receiver)
@@ -115,7 +116,8 @@ class _Work:
         if not len(tensor):
             return {}
         number = plan.batch.tensors[tensor]
-        lanes[number] = advance(_layout_of(plan.layout, tensor), self.sums, Links(lanes[number], first, stop))
+        step = advance_on_host if isinstance(self.sums, np.ndarray) else advance
+        lanes[number] = step(_layout_of(plan.layout, tensor), self.sums, Links(lanes[number], first, stop))
         if not last.any():
             return {}
         tensor, number, stop = tensor[last], number[last], stop[last]
@@ -129,8 +131,16 @@ class _Work:
         return dict(zip(number.tolist(), map(bytes.fromhex, hex_digests(found)), strict=True))
 
     def _sum(self) -> None:
-        bound = bind_sums(SegmentTable(self.plan.mine), self.plan.layout, dst=self.buffers)
-        self.sums = block_sums(bound)
+        """Reads this rank's bytes of the batch, each once: their sums, and the fragments among them."""
+        plan, fragments = self.plan, self.plan.fragments[self.plan.rank]
+        self.sums = np.zeros((plan.layout.allocated_rows, LANES), np.uint64) if not len(plan.mine) else None
+        self.fragments = zeros_on(self.source.device, fragments.nbytes)
+        rows = fragments.in_payload()
+        for window in self.source.windows(plan.mine):
+            bound = bind_sums(SegmentTable(window.rows), plan.layout, dst=window.buffers)
+            self.sums = block_sums(bound, self.sums)
+            if len(rows):
+                copy_to_source(window.find(rows), self.fragments, window.buffers)
 
     def _add_words(self, values: U64) -> None:
         plan = self.plan

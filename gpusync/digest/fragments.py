@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from gpusync.digest.exchange import Bytes
 from gpusync.digest.intervals import Ints, singles_of
-from gpusync_kernels.buffers import Buffer, device_of
+from gpusync.digest.supply import Source
+from gpusync_kernels.buffers import Buffer
 from gpusync_kernels.copy import copy_segments
 from gpusync_kernels.moves import Moves
 from gpusync_kernels.segments import Rows, SegmentTable, deal_rows, split_rows
-from gpusync_kernels.xxh3 import WORD_BYTES
+from gpusync_kernels.xxh3 import BLOCK_BYTES, WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,39 @@ class Fragments:
         sizes: list[int] = np.bincount(self.receiver, self.rows["row_bytes"], minlength=ranks).astype(int).tolist()
         return sizes
 
-    def gather(self, buffers: Sequence[Buffer], ranks: int) -> list[Bytes]:
-        """The bytes for each rank, from where this rank has them."""
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows["row_bytes"].sum())
+
+    def in_payload(self) -> Rows:
+        """The fragments as they travel: source positions count through all that this rank sends."""
         rows = self.rows.copy()
-        rows["src_offset"] = np.cumsum(rows["row_bytes"]) - rows["row_bytes"]
-        payload = read_bytes(rows, buffers, int(rows["row_bytes"].sum()))
+        rows["src"], rows["src_offset"] = 0, np.cumsum(rows["row_bytes"]) - rows["row_bytes"]
+        return rows
+
+    def split(self, payload: Bytes, ranks: int) -> list[Bytes]:
+        """The bytes for each rank."""
         return np.split(payload, np.cumsum(self.sizes(ranks))[:-1])
+
+    def gather(self, source: Source, ranks: int) -> list[Bytes]:
+        """The bytes for each rank, from where this rank has them."""
+        rows, start = self.in_payload(), source.positions(self.rows)
+        shift = rows["src_offset"] - start
+        # asked for one after another, each by its position: what is too large is cut where its tensor may be
+        rows["src"], rows["src_offset"] = np.arange(len(rows)), start
+        target = zeros_on(source.device, self.nbytes)
+        for window in source.windows(rows):
+            found = window.rows.copy()
+            found["src_offset"] += shift[found["src"]]
+            copy_to_source(found, target, window.buffers)
+        return self.split(on_host(target), ranks)
 
     def scatter(self, payload: Bytes, rank: int, assembly: Bytes) -> None:
         """What came from the rank whose fragments these are to `rank`, to its place."""
         rows = self.rows[self.receiver == rank]
         rows["dst"], rows["dst_stride"] = 0, rows["row_bytes"]
         rows["dst_offset"] = np.cumsum(rows["row_bytes"]) - rows["row_bytes"]
-        _copy(rows, assembly, [payload])
+        copy_to_source(rows, assembly, [payload])
 
 
 def cut_words(rows: Rows) -> Rows:
@@ -67,24 +88,38 @@ def cut_words(rows: Rows) -> Rows:
     return singles_of(np.concatenate([first, last]))
 
 
-def read_bytes(rows: Rows, buffers: Sequence[Buffer], nbytes: int) -> Bytes:
+def read_bytes(rows: Rows, source: Source, nbytes: int) -> Bytes:
     """A host buffer that has what `rows` hold at their source positions, zeros elsewhere."""
-    device = device_of(buffers)
+    target = zeros_on(source.device, nbytes)
+    for window in source.windows(rows):
+        copy_to_source(window.rows, target, window.buffers)
+    return on_host(target)
+
+
+def zeros_on(device: Any, nbytes: int) -> Any:
+    """A buffer on a device, None for the host, to copy to."""
     if device is None:
-        target: Any = np.zeros(nbytes, np.uint8)
-        _copy(rows, target, buffers)
-        return target  # type: ignore[no-any-return]
+        return np.zeros(nbytes, np.uint8)
     from gpusync_kernels.device.launch import zeros
 
-    target = zeros((nbytes,), device, np.uint8)
-    _copy(rows, target, buffers)
-    host: Bytes = target.cpu().numpy()
+    return zeros((nbytes,), device, np.uint8)
+
+
+def on_host(buffer: Any) -> Bytes:
+    host: Bytes = buffer if isinstance(buffer, np.ndarray) else buffer.cpu().numpy()
     return host
+
+
+def copy_to_source(rows: Rows, target: Buffer, buffers: Sequence[Buffer]) -> None:
+    """Rows from where they lie (their destination side, in `buffers`) to their source position in `target`."""
+    rows = rows.copy()
+    rows["src"] = 0
+    copy_segments(Moves(SegmentTable(rows).swapped(), dst=[target], src=buffers))
 
 
 @dataclass(frozen=True, slots=True)
 class ByteBatch:
-    """Windows [first, stop) of some tensors; only a tensor too large for one batch is cut."""
+    """Windows [first, stop) of some tensors; only one too large for one batch is cut, at multiples of 1,024 bytes."""
 
     tensors: Ints
     first: Ints
@@ -97,7 +132,7 @@ def byte_batches(tensors: Ints, nbytes: Ints, cost: npt.NDArray[np.float64], bud
     used = 0.0
     for tensor in tensors.tolist():
         size, price = int(nbytes[tensor]), float(cost[tensor])
-        step = max(1, int(budget_bytes / price))
+        step = max(1, int(budget_bytes / price / BLOCK_BYTES)) * BLOCK_BYTES
         for first in range(0, max(size, 1), step):
             window = (tensor, first, min(first + step, size))
             worth = price * (window[2] - first)
@@ -113,10 +148,3 @@ def byte_batches(tensors: Ints, nbytes: Ints, cost: npt.NDArray[np.float64], bud
 def _byte_batch(windows: list[tuple[int, int, int]]) -> ByteBatch:
     tensors, first, stop = np.array(windows, np.int64).T
     return ByteBatch(tensors, first, stop)
-
-
-def _copy(rows: Rows, target: Buffer, source: Sequence[Buffer]) -> None:
-    """Rows from where they lie (their destination side) to their source position in `target`."""
-    rows = rows.copy()
-    rows["src"] = 0
-    copy_segments(Moves(SegmentTable(rows).swapped(), dst=[target], src=source))

@@ -26,6 +26,7 @@ from gpusync.digest.replicas import (
 )
 from gpusync.digest.routes import Routes
 from gpusync.digest.shards import Shards, published
+from gpusync.digest.supply import Source
 from gpusync.errors import LayoutError, PeerFailedError
 from gpusync_kernels.segments import SEGMENT, Rows, SegmentTable
 from gpusync_kernels.xxh3 import SHORT_BYTES
@@ -34,19 +35,17 @@ DIGEST_BYTES = {"xxh3-128": 16, "blake3": 32, "adler32": 4}
 
 TOLD = ("src", "src_offset", "src_stride", "rows", "row_bytes")
 FAILED, FINE = b"\x01", b"\x00"
-_NO_SHARDS = Shards(
-    names=(), algorithms=(), nbytes=np.zeros(0, np.int64), table=SegmentTable(np.zeros(0, SEGMENT)), buffers=()
-)
+_NO_SHARDS = Shards(names=(), algorithms=(), nbytes=np.zeros(0, np.int64), table=SegmentTable(np.zeros(0, SEGMENT)))
 
 
 def digest_program(make: Callable[[], Shards], seat: Seat) -> Program[list[str]]:
     """The checksums of all tensors. Raises as `sharded_digests` says; what `make` raises, the others learn."""
     shards = seat.attempts.run(make, lambda: _NO_SHARDS)
-    layers = seat.attempts.run(shards.layers, lambda: [_NO_SHARDS.table.rows])
-    message = seat.attempts.run(partial(_ownership_message, shards, layers), bytes)
+    source = seat.attempts.run(shards.source, _NO_SHARDS.source)
+    message = seat.attempts.run(partial(_ownership_message, shards, source.layers), bytes)
     told = yield to_all("ownership", _told(seat, message), seat.ranks)
     ownership = Ownership(_read_ownership(_checked(told, seat)), shards.nbytes, shards.names)
-    part = _Part(shards, layers, ownership, seat)
+    part = _Part(shards, source, ownership, seat)
     finished = yield from part.finish_shared()
     own: list[bytes] = seat.attempts.run(part.digest_held, list)
     told = yield to_all("results", _told(seat, b"".join(finished + own)), seat.ranks)
@@ -60,13 +59,13 @@ def digest_program(make: Callable[[], Shards], seat: Seat) -> Program[list[str]]
 class _Part:
     """What this rank's holders do. At the end `digests` has all tensors', and `difference` two copies that differ."""
 
-    def __init__(self, shards: Shards, layers: Sequence[Rows], ownership: Ownership, seat: Seat) -> None:
+    def __init__(self, shards: Shards, source: Source, ownership: Ownership, seat: Seat) -> None:
         self.seat, self.ownership = seat, ownership
         self.algorithms, self.nbytes = shards.algorithms, shards.nbytes
-        self.buffers = shards.buffers
+        self.source = source
         mine = [number for number, holder in enumerate(ownership.holders) if holder[0] == seat.rank]
-        self.layers = {h: ByTensor(rows, len(self.nbytes)) for h, rows in zip(mine, layers, strict=True)}
-        self.copies = OwnCopies(ownership, self.layers, self.buffers)
+        self.layers = {h: ByTensor(rows, len(self.nbytes)) for h, rows in zip(mine, source.layers, strict=True)}
+        self.copies = OwnCopies(ownership, self.layers, source)
         # routes are planned from what all ranks know; only then this rank's own segments, which may be more, come in
         self.tables = [self._table(rank, dict(enumerate(ownership.rows))) for rank in range(seat.ranks)]
         shared = ownership.distributed
@@ -82,13 +81,13 @@ class _Part:
 
     def finish_shared(self) -> Program[list[bytes]]:
         """The digests that this rank finishes of what nobody has whole, in the order of `_finished_by`."""
-        found = yield from block_digests(self.routes, self.tables, self.buffers, self.seat)
+        found = yield from block_digests(self.routes, self.tables, self.source, self.seat)
         if self.owners:
             found |= yield from assembled_digests(
-                self.algorithms, self.nbytes, self.owners, self.tables, self.buffers, self.seat
+                self.algorithms, self.nbytes, self.owners, self.tables, self.source, self.seat
             )
         if len(self.adler32):  # known to every rank
-            self.digests |= yield from adler32_digests(self.adler32, self.nbytes, self.tables, self.buffers, self.seat)
+            self.digests |= yield from adler32_digests(self.adler32, self.nbytes, self.tables, self.source, self.seat)
         return [found.get(tensor, b"") for tensor in self._finished_by(self.seat.rank)]
 
     def digest_held(self) -> list[bytes]:
@@ -98,7 +97,7 @@ class _Part:
             tensors = self._whole_of(holder)
             names = [self.algorithms[tensor] for tensor in tensors.tolist()]
             rows, budget = table.of(tensors), self.seat.budget_bytes
-            found += held_digests(names, self.nbytes[tensors], rows, self.buffers, budget_bytes=budget)
+            found += held_digests(names, self.nbytes[tensors], rows, self.source, budget_bytes=budget)
         return found + self.copies.fingerprints(budget_bytes=self.seat.budget_bytes)
 
     def read_results(self, told: Sequence[Bytes]) -> None:

@@ -6,7 +6,7 @@ A copy is fingerprinted as a byte string of its own (XXH3-128), so it does not m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,8 +17,8 @@ from gpusync.digest.fragments import read_bytes
 from gpusync.digest.held import held_digests
 from gpusync.digest.intervals import ByTensor, Ints, flat_rows, packed_in_order, restrict, singles_of
 from gpusync.digest.ownership import Ownership
+from gpusync.digest.supply import CUT_BYTES, Source
 from gpusync.errors import DigestMismatchError
-from gpusync_kernels.buffers import Buffer
 from gpusync_kernels.segments import Rows, clip_source
 from gpusync_kernels.xxh3 import BLOCK_BYTES
 
@@ -26,7 +26,7 @@ FINGERPRINT = "xxh3-128"
 FINGERPRINT_BYTES = 16
 
 PARTS = 64  # compared at a time while a difference is looked for
-SHOWN_BYTES = 1024  # from here on the bytes themselves are exchanged
+SHOWN_BYTES = PARTS * CUT_BYTES  # from here on the bytes themselves are exchanged
 
 
 class ReplicaMismatchError(DigestMismatchError):
@@ -66,10 +66,10 @@ class Difference:
 
 
 class OwnCopies:
-    """What one rank's holders have of copies: `tables[h]` are the segments of holder h, with their destinations."""
+    """What one rank's holders have of copies: `tables[h]` are the segments of holder h, a layer of `source`."""
 
-    def __init__(self, ownership: Ownership, tables: dict[int, ByTensor], buffers: Sequence[Buffer]) -> None:
-        self.ownership, self.tables, self.buffers = ownership, tables, buffers
+    def __init__(self, ownership: Ownership, tables: dict[int, ByTensor], source: Source) -> None:
+        self.ownership, self.tables, self.source = ownership, tables, source
 
     def fingerprints(self, *, budget_bytes: int) -> list[bytes]:
         """In the order of `copies_to_compare`, of each the holders of this rank."""
@@ -84,7 +84,7 @@ class OwnCopies:
                     sizes.append(copies.nbytes)
         strings = np.concatenate(parts)
         names = [FINGERPRINT] * len(sizes)
-        return held_digests(names, np.array(sizes, np.int64), strings, self.buffers, budget_bytes=budget_bytes)
+        return held_digests(names, np.array(sizes, np.int64), strings, self.source, budget_bytes=budget_bytes)
 
     def packed(self, copies: Copies, holder: int) -> Rows:
         """Where the holder has the bytes of a copy, source positions counted through these bytes."""
@@ -121,11 +121,12 @@ def find_difference(difference: Difference, own: OwnCopies, seat: Seat) -> Progr
     first, stop = 0, difference.copies.nbytes
     while stop - first > SHOWN_BYTES:
         edges = np.linspace(first, stop, PARTS + 1).astype(np.int64)
-        prints = partial(_prints, packed, edges, own.buffers, seat.budget_bytes)
+        edges[1:-1] -= edges[1:-1] % CUT_BYTES
+        prints = partial(_prints, packed, edges, own.source, seat.budget_bytes)
         parts = yield from talk.both(prints, PARTS * FINGERPRINT_BYTES)
         worst = int(np.argmax((parts[0] != parts[1]).reshape(PARTS, -1).any(axis=1)))
         first, stop = int(edges[worst]), int(edges[worst + 1])
-    shown = yield from talk.both(partial(_shown, packed, first, stop, own.buffers), stop - first)
+    shown = yield from talk.both(partial(_shown, packed, first, stop, own.source), stop - first)
     differs = int(np.argmax(shown[0] != shown[1]))
     return ReplicaMismatchError(
         tensor=own.ownership.names[difference.copies.tensor],
@@ -158,16 +159,16 @@ class _Talk:
         return left[:nbytes], right[-nbytes:]
 
 
-def _prints(packed: dict[int, Rows], edges: Ints, buffers: Sequence[Buffer], budget_bytes: int, holder: int) -> Bytes:
+def _prints(packed: dict[int, Rows], edges: Ints, source: Source, budget_bytes: int, holder: int) -> Bytes:
     parts = [_window(packed[holder], edges[i], edges[i + 1], i) for i in range(PARTS)]
     found = held_digests(
-        [FINGERPRINT] * PARTS, np.diff(edges), np.concatenate(parts), buffers, budget_bytes=budget_bytes
+        [FINGERPRINT] * PARTS, np.diff(edges), np.concatenate(parts), source, budget_bytes=budget_bytes
     )
     return np.frombuffer(b"".join(found), np.uint8)
 
 
-def _shown(packed: dict[int, Rows], first: int, stop: int, buffers: Sequence[Buffer], holder: int) -> Bytes:
-    return read_bytes(_window(packed[holder], first, stop), buffers, stop - first)
+def _shown(packed: dict[int, Rows], first: int, stop: int, source: Source, holder: int) -> Bytes:
+    return read_bytes(_window(packed[holder], first, stop), source, stop - first)
 
 
 def _window(rows: Rows, first: int, stop: int, number: int = 0) -> Rows:

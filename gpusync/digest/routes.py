@@ -155,6 +155,8 @@ class Routes:
         end = int(self.blocks[tensor]) + 1
         step = max(1, int(budget_bytes / (self._cost[:, tensor].max() + self._known[tensor])))
         edges = [*range(0, end, step), end]
+        if len(edges) > 2 and edges[-2] == end - 1 and self.nbytes[tensor] - (end - 1) * BLOCK_BYTES < STRIPE_BYTES:
+            del edges[-2]  # the last stripe begins in the block before
         one = np.array([tensor])
         return [(a, b, self._worth(one, np.array([a]), np.array([b]))[:, 0]) for a, b in itertools.pairwise(edges)]
 

@@ -81,7 +81,8 @@ def sharded_digests(
 
     A collective: every rank names the same tensors in the same order, each with its own pieces. The number of
     exchanges does not grow with the number of tensors, but with the bytes that are exchanged over `budget_bytes`, which
-    bounds the host (and device) memory that is used beside the buffers; a block of the widest tensor has to fit.
+    bounds the host (and device) memory that is used beside the buffers, or beside what a supply makes; a block of the
+    widest tensor has to fit.
 
     Raises, on every rank: `LayoutError` where a byte is on no rank, or ranks name different tensors;
     `ReplicaMismatchError` where two have different bytes for one tensor (the first such tensor); `PeerFailedError`

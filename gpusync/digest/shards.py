@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gpusync.digest.algorithms import new_digest
 from gpusync.digest.intervals import Ints, by_position, overlaps, singles_of, span_stops
+from gpusync.digest.supply import Buffers, Source, Supply
 from gpusync.errors import NOWHERE, LayoutError, Where
 from gpusync_kernels.buffers import Buffer, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows, row_extent
@@ -38,7 +39,8 @@ class ShardedTensor:
 class Shards:
     """The same for many tensors as one segment table: destination = `buffers`, source t = tensor t as published.
 
-    Nothing is copied: the buffers have to stay, and stay unchanged, until the digests are made.
+    Nothing is copied: the buffers have to stay, and stay unchanged, until the digests are made. Instead of them a
+    `supply` makes the bytes when they are asked for; then only it knows what the destination side means.
     Raises `UnsupportedFormatError` for an unknown algorithm; `LayoutError` where a segment leaves its tensor or buffer,
     and where buffers are not contiguous or do not lie together.
     """
@@ -47,7 +49,8 @@ class Shards:
     algorithms: tuple[str, ...]
     nbytes: Ints
     table: SegmentTable
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...] = ()
+    supply: Supply | None = None
 
     def __post_init__(self) -> None:
         for algorithm in set(self.algorithms):
@@ -57,7 +60,10 @@ class Shards:
         object.__setattr__(self, "buffers", _bytes_of(self.buffers))
         rows = self.table.rows
         self._check_side("src", rows, self.nbytes, "tensors")
-        self._check_side("dst", rows, sizes_of(self.buffers), "buffers")
+        if self.supply is None:
+            self._check_side("dst", rows, sizes_of(self.buffers), "buffers")
+        elif self.buffers:
+            raise LayoutError("shards have buffers and a supply", expected="one", found=f"{len(self.buffers)} buffers")
 
     @classmethod
     def of(cls, tensors: Sequence[ShardedTensor]) -> Shards:
@@ -90,6 +96,10 @@ class Shards:
 
     def itself(self) -> Shards:
         return self
+
+    def source(self) -> Source:
+        """What is read. Raises `LayoutError` where a supply's windows are too small."""
+        return Source(Buffers(self.buffers) if self.supply is None else self.supply, self.layers())
 
     def layers(self) -> list[Rows]:
         """The segments so that no layer holds a byte twice: mostly one, and at least one."""

@@ -129,7 +129,7 @@ class Client:
 def _parsed(body: bytes) -> dict[str, object] | None:
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -32,9 +32,7 @@ def serve_until_stopped(app: AsgiApp, listener: socket.socket, *, on_started: Ca
     try:
         import uvicorn
     except ImportError as error:
-        raise BackendUnavailableError(
-            "a server needs uvicorn", expected="pip install 'gpusync[server]'", found=error
-        ) from error
+        raise BackendUnavailableError("a server needs uvicorn", expected="the extra `server`", found=error) from error
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SHUTDOWN_S
     )

@@ -48,6 +48,7 @@ class Service:
         self._roots, self._defaults = roots, defaults
         self._timeout_s, self._prepared_ttl_s = timeout_s, prepared_ttl_s
         self._jobs: Jobs[Outcome] = Jobs()
+        self._resolving: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._committing = False
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -139,7 +140,13 @@ class Service:
             self._committing = False
 
     async def _resolve(self, path: str, roots: tuple[Path, ...], what: str) -> Path:
-        return await call_in_thread(lambda: confine(path, roots, what=what), name="gpusync-resolve")
+        """One thread for each path at most: a dead filesystem keeps every thread that looks at it."""
+        task = self._resolving.get((what, path))
+        if task is None:
+            work = call_in_thread(lambda: confine(path, roots, what=what), name="gpusync-resolve")
+            task = self._resolving[what, path] = asyncio.ensure_future(work)
+            task.add_done_callback(lambda _: self._resolving.pop((what, path)))
+        return await asyncio.shield(task)
 
     def _expire_later(self, version: int | None) -> None:
         if self._expiry is not None:

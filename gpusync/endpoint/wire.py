@@ -34,7 +34,9 @@ def error_from_dict(facts: Mapping[str, object]) -> GpusyncError:
     """
     names = facts.get("type")
     known = {each.__name__: each for each in _classes(GpusyncError)}
-    found = (known[name] for name in (names if isinstance(names, list) else []) if name in known)
+    found = (
+        known[name] for name in (names if isinstance(names, list) else []) if isinstance(name, str) and name in known
+    )
     kind = next(found, RemoteError)
     error = kind.__new__(kind)
     Exception.__init__(error, str(facts.get("message")))  # the text is made already, and each class has its own way
@@ -42,10 +44,17 @@ def error_from_dict(facts: Mapping[str, object]) -> GpusyncError:
         setattr(error, name, facts.get(name))
     ranks, missing = facts.get("ranks"), facts.get("missing")
     if isinstance(ranks, Mapping):
-        vars(error)["ranks"] = {int(rank): str(message) for rank, message in ranks.items()}
+        told = {str(rank): str(message) for rank, message in ranks.items()}
+        vars(error)["ranks"] = {int(rank): message for rank, message in told.items() if rank.isdecimal()}
     if isinstance(missing, list):
         vars(error)["missing"] = tuple(missing)
     return error
+
+
+def _nearest_class(names: object) -> type[GpusyncError]:
+    known = {each.__name__: each for each in _classes(GpusyncError)}
+    told = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return next((known[name] for name in told if name in known), RemoteError)
 
 
 def _as_json(fact: object) -> object:

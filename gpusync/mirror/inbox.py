@@ -232,6 +232,13 @@ def _check_unchanged(version: PublishedVersion, name: str, source: SourceFile) -
         )
 
 
+def make_scratch(control: Path, *, session: str) -> Path:
+    """A directory in the inbox that lives as long as its session, at most."""
+    path = control / INBOX_DIRECTORY / f"scratch.{uuid.uuid4().hex[:8]}-{session}"
+    io.make_directory(path)
+    return path
+
+
 def new_entry(index: VersionIndex, version: int, *, kind: Literal["delta", "full"], nbytes: int, session: str) -> Entry:
     return Entry(
         version=version,

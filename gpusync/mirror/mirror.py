@@ -102,6 +102,7 @@ class Mirror:
                 boxes.sweep(self._control)
             self._session = Session(self._control)
         self._candidates: dict[int, _Candidate] = {}
+        self._scratch: set[str] = set()
         self._receiving = threading.Lock()
         self._error: Exception | None = None
         self._last_error: str | None = None
@@ -161,9 +162,39 @@ class Mirror:
             if self._candidates.pop(version, None) is not None:
                 self._sweep()
 
+    def find_received(self, version: int, digest: str) -> Entry | None:
+        """The copy of a published version that is in the inbox, received, accepted or kept; None when none is."""
+        inbox = read_inbox(self._control)
+        received = [entry for candidate in self._candidates.values() for entry in candidate.entries]
+        for entry in (*received, *inbox.pending, *inbox.folded):
+            if entry.identity == (version, digest):
+                return entry
+        return None
+
+    @property
+    def control(self) -> Path:
+        """The control directory, where entries of the inbox lie."""
+        return self._control
+
+    def make_scratch(self) -> Path:
+        """A new directory on this host, for what lasts no longer than this process."""
+        path = boxes.make_scratch(self._control, session=self._session.name)
+        self._scratch.add(path.name)
+        return path
+
+    def drop_scratch(self, path: Path) -> None:
+        self._scratch.discard(path.name)
+        io.remove_tree(path)
+
     def hold(self, version: int) -> None:
-        """Keep `version` and later ones out of the files, in every process, until `release` or this process's end."""
+        """Keep `version` and later ones out of the files, in every process, until `release` or this process's end.
+
+        A fold of them that is under way is waited for: afterwards the files hold them or will not.
+        """
         self._session.hold(version)
+        if any(entry.version >= version for entry in read_inbox(self._control).pending):
+            with local_lock(self._control, timeout_s=self._lock_timeout):
+                pass
 
     def release(self, version: int) -> None:
         """Undo one `hold`."""
@@ -200,6 +231,7 @@ class Mirror:
         self._thread.join()
         self._session.close()
         self._candidates.clear()
+        self._scratch.clear()
         self._sweep()
 
     def __enter__(self) -> Mirror:
@@ -302,7 +334,7 @@ class Mirror:
 
     def _sweep(self) -> None:
         """Remove what neither the inbox nor a candidate of ours, nor any other live session, needs."""
-        named = {entry.place for candidate in self._candidates.values() for entry in candidate.entries}
+        named = {entry.place for candidate in self._candidates.values() for entry in candidate.entries} | self._scratch
         with inbox_lock(self._control):
             boxes.sweep(self._control, own=self._session.name, own_places=named)
 

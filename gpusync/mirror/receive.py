@@ -65,7 +65,7 @@ def receive_full(
 
 def installation(entry: Entry, local: LocalDirectory) -> Journal:
     """The journal that puts a received full version in place."""
-    receipt = _read_receipt(entry.directory(local.control) / RECEIPT_FILE)
+    receipt = read_receipt(entry, local.control)
     return Journal(
         state=MirrorState(
             version=entry.version,
@@ -81,7 +81,9 @@ def installation(entry: Entry, local: LocalDirectory) -> Journal:
     )
 
 
-def _read_receipt(path: Path) -> Receipt:
+def read_receipt(entry: Entry, control: Path) -> Receipt:
+    """What was found out about a received full version. Raises JournalError."""
+    path = entry.directory(control) / RECEIPT_FILE
     try:
         told = json.loads(path.read_bytes())
         return Receipt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpusync.codec import U8, Payload, choose_gf01, encode_overwrite, encode_xor
+from gpusync.codec import U8, Payload, choose_payload, encode_overwrite, encode_xor
 from gpusync.codec.windows import iterate_windows
 from gpusync.digest import new_digest, payload_checksum
 from gpusync.errors import LayoutError, PublishError, Where
@@ -214,10 +214,9 @@ class TensorEncoder:
         where = self._where(offer.name)
         if self.encoding == GPUSYNC:
             dtype = offer.form.dtype
-            payload, name = choose_gf01(
+            return choose_payload(
                 old, new, element_bytes=element_bytes(dtype), float_order=is_float_order(dtype), where=where
             )
-            return payload, f"GF01 {name}"
         return _SLIME_ENCODERS[self.encoding or ""](old, new, where=where), self.encoding or ""
 
     def _digest(self, algorithm: str, data: U8 | Payload) -> str:

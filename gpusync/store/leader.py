@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpusync.codec import open_delta
-from gpusync.errors import DigestMismatchError, Where
+from gpusync.errors import DigestMismatchError, LayoutError, Where
 from gpusync.mirror.change import Delta, checked_payload, pending_changes
+from gpusync.mirror.look import Sources, read_published
+from gpusync.mirror.state import Checksum
 from gpusync.mirror.workers import for_each
-from gpusync.store.compact import CompactWriter, Step, Window
-from gpusync.store.rank import TensorUpdate
-from gpusync.stream import OpenFiles, PublishedVersion, StoredTensor, element_bytes, is_float_order
+from gpusync.store.compact import CompactWriter, Step, full_step
+from gpusync.store.tensor_update import TensorUpdate
+from gpusync.stream import (
+    Checkpoint,
+    OpenFiles,
+    PublishedVersion,
+    StoredTensor,
+    check_against,
+    compare_duplicates,
+    element_bytes,
+    is_float_order,
+    read_checkpoint,
+)
 
 
-def decode_chain(
-    versions: Sequence[PublishedVersion], tensors: Mapping[str, StoredTensor], path: Path, *, workers: int
-) -> dict[str, TensorUpdate]:
-    """Decode the chain into a compact file at `path`: what it does to every tensor it changes, in a fixed order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a version lies: `directory` is the `source_dir` of the stream, or stands in for one that holds it alone."""
+
+    directory: Path
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """`wire_bytes` were read of payloads; `compact_bytes` are kept for the ranks."""
+
+    updates: Mapping[str, TensorUpdate]
+    wire_bytes: int
+    compact_bytes: int
+
+
+def decode_chain(places: Sequence[Place], base_dir: Path, path: Path, *, workers: int) -> Decoded:
+    """Decode the deltas at `places`, ascending, into a compact file at `path`: what they do to every tensor that they
+    change, in a fixed order. `base_dir` is a checkpoint with the tensors that they change.
 
     Every check of the payloads' form is made here; whether the result is right is for the digests to say. Raises what
-    decoders raise; the file is of no use then.
+    reading a version and what decoders raise; the file is of no use then.
     """
+    tensors = read_checkpoint(base_dir, follow_links=True).tensors
+    versions = [_read(place, base_dir, tensors) for place in places]
     changes = pending_changes(tensors, versions)
     steps: dict[str, list[Step]] = {name: [] for name in changes}
     writer = CompactWriter(path)
@@ -37,77 +66,62 @@ def decode_chain(
             for_each(changes, decode, workers=workers, size=lambda name: changes[name].base.nbytes)
     finally:
         writer.close()
-    return {name: _update(name, changes[name].base, changes[name].deltas[-1], steps[name]) for name in sorted(changes)}
+    updates = {name: _update(changes[name].base, changes[name].deltas[-1], steps[name]) for name in sorted(changes)}
+    wire_bytes = sum(payload.nbytes for version in versions for payload in version.tensors.values())
+    return Decoded(updates=updates, wire_bytes=wire_bytes, compact_bytes=writer.nbytes)
 
 
-def _decode(delta: Delta, base: StoredTensor, writer: CompactWriter, files: OpenFiles) -> Step:
-    with delta.version.open_payload(base.name, files) as payload:
-        decoder = open_delta(
-            checked_payload(payload, delta),
-            encoding=str(delta.version.index.delta_encoding),
-            nbytes=base.nbytes,
-            element_bytes=element_bytes(base.dtype),
-            float_order=is_float_order(base.dtype),
-            where=delta.where,
+def full_updates(full: Checkpoint, checksums: Mapping[str, Checksum], *, version: int) -> dict[str, TensorUpdate]:
+    """What a full version on this host does: every tensor becomes what its file says, with these checksums."""
+    return {
+        name: TensorUpdate(
+            nbytes=stored.nbytes,
+            steps=(full_step(path=full.directory / stored.file, offset=stored.offset, nbytes=stored.nbytes),),
+            algorithm=checksums[name].algorithm,
+            checksum=checksums[name].value,
+            where=Where(path=full.directory / stored.file, version=version, tensor=name),
         )
-        return writer.add(decoder, nbytes=base.nbytes, element_bytes=element_bytes(base.dtype))
+        for name, stored in sorted(full.tensors.items())
+    }
 
 
-def _update(name: str, base: StoredTensor, newest: Delta, steps: Sequence[Step]) -> TensorUpdate:
-    algorithm, checksum = newest.version.index.checksum_format, newest.payload.checksum
-    if algorithm is None or checksum is None:
-        raise DigestMismatchError("a delta has no checksum", where=newest.where, tensor=name)
-    return TensorUpdate(
-        nbytes=base.nbytes, steps=tuple(steps), algorithm=algorithm, checksum=checksum, where=newest.where
-    )
+def followed_by(updates: Mapping[str, TensorUpdate], chain: Mapping[str, TensorUpdate]) -> dict[str, TensorUpdate]:
+    """One after the other."""
+    joined = dict(updates)
+    for name, update in chain.items():
+        if name not in joined:
+            raise LayoutError("a delta changes a tensor that its full version has not", where=update.where)
+        joined[name] = replace(update, steps=(*joined[name].steps, *update.steps))
+    return joined
 
 
-def encode_updates(updates: Mapping[str, TensorUpdate]) -> list[object]:
-    """As JSON, for the ranks of this host."""
-    return [
-        [
-            name,
-            update.nbytes,
-            update.algorithm,
-            update.checksum,
-            None if update.where.path is None else os.fspath(update.where.path),
-            update.where.version,
-            [
-                [
-                    step.kind,
-                    step.word_bytes,
-                    [[w.offset, w.nbytes, w.count, w.positions_at, w.words_at] for w in step.windows],
-                ]
-                for step in update.steps
-            ],
-        ]
-        for name, update in updates.items()
-    ]
-
-
-def decode_updates(told: Sequence[Sequence[object]]) -> dict[str, TensorUpdate]:
-    """What `encode_updates` wrote, from this host's own leader."""
-    found = {}
-    for name, nbytes, algorithm, checksum, path, version, steps in json.loads(json.dumps(told)):
-        found[name] = TensorUpdate(
-            nbytes=nbytes,
-            algorithm=algorithm,
-            checksum=checksum,
-            where=Where(path=path, version=version, tensor=name),
-            steps=tuple(
-                Step(
-                    kind=kind,
-                    word_bytes=width,
-                    windows=tuple(
-                        Window(offset=offset, nbytes=size, count=count, positions_at=at, words_at=words)
-                        for offset, size, count, at, words in windows
-                    ),
-                )
-                for kind, width, windows in steps
-            ),
-        )
+def _read(place: Place, base_dir: Path, tensors: Mapping[str, StoredTensor]) -> PublishedVersion:
+    found = read_published(Sources(source_dir=place.directory, base_dir=base_dir), place.version)
+    check_against(found, tensors)
+    with OpenFiles() as files:
+        compare_duplicates(found, files)
     return found
 
 
-def _window_fields(window: Window) -> list[int | None]:
-    return [window.offset, window.nbytes, window.count, window.positions_at, window.words_at]
+def _decode(delta: Delta, base: StoredTensor, writer: CompactWriter, files: OpenFiles) -> Step:
+    width = element_bytes(base.dtype)
+    with delta.version.open_payload(base.name, files) as payload:
+        checked = checked_payload(payload, delta)
+        decoder = open_delta(
+            checked,
+            encoding=str(delta.version.index.delta_encoding),
+            nbytes=base.nbytes,
+            element_bytes=width,
+            float_order=is_float_order(base.dtype),
+            where=delta.where,
+        )
+        return writer.add(decoder, checked, nbytes=base.nbytes, element_bytes=width, where=delta.where)
+
+
+def _update(base: StoredTensor, newest: Delta, steps: Sequence[Step]) -> TensorUpdate:
+    algorithm, checksum = newest.version.index.checksum_format, newest.payload.checksum
+    if algorithm is None or checksum is None:
+        raise DigestMismatchError("a delta has no checksum", where=newest.where)
+    return TensorUpdate(
+        nbytes=base.nbytes, steps=tuple(steps), algorithm=algorithm, checksum=checksum.lower(), where=newest.where
+    )

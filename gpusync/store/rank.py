@@ -1,4 +1,4 @@
-"""The store of one rank's live weights: prepare a chain of deltas beside them, commit it in place, roll it back.
+"""The store of one rank's live weights: prepare a chain of versions beside them, commit it in place, roll it back.
 
 Prepare copies the changed slices into scratch, batch by batch, applies there what the commit will apply, and digests
 the result together with the other ranks: nothing live is written. What stays on the device is the steps in compact
@@ -7,53 +7,32 @@ form. Commit runs the same calls over the live params.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from gpusync.digest import DigestReport, Shards, Traffic, sharded_digests
-from gpusync.errors import DigestMismatchError, LayoutError, Where
-from gpusync.layout import LayoutMap, check_addresses, storage_bytes
-from gpusync.store.apply import LoadedStep, Steps, load_step
-from gpusync.store.casts import CastStore, PreparedCasts
-from gpusync.store.compact import CompactFile, Step
-from gpusync.store.fingerprint import Fingerprints, fingerprint
-from gpusync.store.memory import Memory
+from gpusync.digest import DigestReport, Shards, sharded_digests
+from gpusync.errors import LayoutError
+from gpusync.layout import LayoutMap, ReadTensor, check_addresses, storage_bytes
+from gpusync.progress import Progress, counter
+from gpusync.store.casts import CastBatch, CastStore
+from gpusync.store.compact import StepFiles
+from gpusync.store.fingerprint import fingerprint, first_difference
+from gpusync.store.load import load
+from gpusync.store.memory import Memory, is_out_of_memory
+from gpusync.store.operations import bind_operations, held_by
+from gpusync.store.preparing import Preparing, request_of, spans_of
+from gpusync.store.restore import OldBytes, write_back
+from gpusync.store.tensor_update import TensorUpdate
+from gpusync.store.update import PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
 
 STAGING_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorUpdate:
-    """What a chain does to one tensor, the same on every rank: its steps, oldest first, and the newest published
-    checksum with the version that publishes it."""
-
-    nbytes: int
-    steps: Sequence[Step]
-    algorithm: str
-    checksum: str
-    where: Where
-
-
-@dataclass(slots=True, kw_only=True)
-class PreparedUpdate:
-    """A verified update that waits for its commit. Holds device memory proportional to what changed."""
-
-    names: tuple[str, ...]
-    steps: Steps
-    casts: PreparedCasts
-    expected: Fingerprints
-    traffic: Traffic
-    kept: list[Any] = field(default_factory=list)
-
-    @property
-    def changes_nothing_here(self) -> bool:
-        return not self.names
+MIN_STAGING_BYTES = 1 << 20
 
 
 class RankStore:
@@ -67,20 +46,26 @@ class RankStore:
         memory: Memory,
         casts: CastStore,
         digest: Callable[[Shards], DigestReport] | None = None,
-        held_by_any: Collection[str] | None = None,
+        held_by_any: Mapping[str, int] | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """`held_by_any`: what some rank of the group holds and patches, the same on every rank; None: what this one
-        does. Other tensors of the checkpoint (drafts, adapters) are on no rank, and the mirror alone verifies them."""
-        self.layout, self._params, self._memory, self._casts = layout, params, memory, casts
+        """`held_by_any`: what some rank of the group holds and patches, with the most bytes of it that any rank holds,
+        the same on every rank; None: what this one does. Other tensors of the checkpoint (drafts, adapters) are on no
+        rank, and the mirror alone verifies them."""
+        self.layout, self.memory = layout, memory
+        self._params, self._casts = params, casts
         self._digest = digest or partial(sharded_digests, group=None)
         self._staging_bytes = staging_bytes
-        self.held_by_any = frozenset(self.held if held_by_any is None else held_by_any)
+        self.held_by_any = dict(self.held_bytes() if held_by_any is None else held_by_any)
 
-    @property
-    def held(self) -> frozenset[str]:
-        """The tensors of which this rank holds bytes that it can patch."""
-        return frozenset(name for name, placement in self.layout.placements.items() if placement.is_patched)
+    def held_bytes(self) -> dict[str, int]:
+        """The tensors of which this rank holds bytes that it can patch, and how much scratch they take."""
+        names = [name for name, placement in self.layout.placements.items() if placement.is_patched]
+        packed, _ = self.layout.segments(names)[0].packed()
+        extent = packed.rows["rows"] * packed.rows["dst_stride"] + 32  # with what alignment may add
+        sizes = np.zeros(len(names), np.int64)
+        np.add.at(sizes, packed.rows["src"], extent)
+        return dict(zip(names, sizes.tolist(), strict=True))
 
     def opaque_among(self, updates: Mapping[str, TensorUpdate]) -> dict[str, str]:
         """Those of the changed tensors that cannot be patched in place here, with the reason."""
@@ -96,155 +81,187 @@ class RankStore:
                 found[name] = f"`{placement.replica_of}`, which the loader writes to the same bytes, changes otherwise"
         return found
 
-    def prepare(self, updates: Mapping[str, TensorUpdate], file: CompactFile) -> PreparedUpdate:
+    def reserve(self, updates: Mapping[str, TensorUpdate]) -> int:
+        """How much scratch an update can have here: what it needs, the staging budget, or what there is memory for."""
+        needed = max((self.held_by_any.get(name, 0) for name in updates), default=0)
+        total = sum(self.held_by_any.get(name, 0) for name in updates)
+        room = min(self._staging_bytes // 2, self.memory.scratch_bytes, max(total, needed))
+        while True:
+            try:
+                self.memory.empty(room)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                if not is_out_of_memory(error) or room <= MIN_STAGING_BYTES:
+                    raise
+                room //= 2
+            else:
+                return room
+
+    def prepare(
+        self,
+        updates: Mapping[str, TensorUpdate],
+        files: StepFiles,
+        *,
+        room: int | None = None,
+        base: OldBytes | None = None,
+        progress: Progress | None = None,
+    ) -> PreparedUpdate:
         """Bring the changed slices to their new state in scratch and compare digests with the published checksums.
 
-        A collective: every rank names the same tensors in the same order. Raises DigestMismatchError on every rank for
-        the first tensor that would be wrong; live params are not written in any case.
+        A collective: every rank names the same tensors in the same order, and the same `room` for scratch. `base` reads
+        what should be live: with it, tensors whose live bytes are damaged are repaired, and dense changes can be rolled
+        back without keeping old bytes. Raises DigestMismatchError on every rank for the first tensor that would be
+        wrong; live params are not written in any case.
         """
         check_addresses(self.layout, self._params)
-        traffic = Traffic()
         updates = {name: update for name, update in updates.items() if name in self.held_by_any}
-        names = tuple(updates)
-        loaded: dict[int, Sequence[LoadedStep]] = {}
-        expected: list[Fingerprints] = []
-        for batch in self._batches(updates):
-            found = self._prepare_batch(batch, updates, file, loaded, first=names.index(batch[0]), traffic=traffic)
-            expected.append(found)
-        casts = self._casts.take_prepared()
-        return PreparedUpdate(
-            names=names,
-            steps=Steps(loaded),
-            casts=casts,
-            expected=Fingerprints.join(expected),
-            traffic=traffic,
-        )
+        room = self.reserve(updates) if room is None else room
+        prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files)
+        tell = counter(progress, sum(update.nbytes for update in updates.values()))
+        work = Preparing(self, prepared, base, room)
+        with self.memory.beside():
+            for batch in self._batches(updates, room):
+                work.prepare(batch)
+                tell(sum(updates[name].nbytes for name in batch))
+            work.scratch = None
+            self._bind(prepared, base)
+        return prepared
 
-    def commit(self, prepared: PreparedUpdate) -> None:
+    def commit(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
         """Write the update into the live params. What `roll_back` needs is kept. Raises whatever a launch raises, with
         the params in an unknown state: roll back then."""
         check_addresses(self.layout, self._params)
-        table, buffers = self._live(prepared.names)
-        self._memory.synchronise()
-        prepared.kept = [self._keep(prepared.steps.replaced(table), buffers)]
-        prepared.steps.apply(table, buffers, keep_old=True)
+        self.memory.synchronise()
+        self._write_back(prepared.repaired, base, prepared)
+        for operation in prepared.operations:
+            names = {prepared.names[tensor] for tensor in operation.tensors}
+            prepared.begun |= names
+            operation.apply()
+            prepared.begun -= names
+            prepared.done.append(operation)
+        self._stream(prepared)
         self._casts.commit(prepared.casts)
-        self._memory.synchronise()
+        self.memory.synchronise()
 
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
-        table, buffers = self._live(prepared.names)
-        sizes = self._sizes(prepared.names)
-        now = fingerprint(table, buffers, sizes, memory=self._memory)
-        wrong = prepared.expected.first_difference(now)
-        if wrong is not None:
-            return prepared.names[wrong]
+        for part in prepared.expected:
+            table, buffers = self.live(part.names)
+            if part.span is not None:
+                table = table.clipped(*part.span)
+            now = fingerprint(table, buffers, self.sizes(part.names), memory=self.memory)
+            wrong = first_difference(part.fingerprints, now)
+            if wrong is not None:
+                return part.names[wrong]
         return self._casts.first_wrong(prepared.casts)
 
-    def roll_back(self, prepared: PreparedUpdate) -> None:
-        """Undo `commit`: the params hold the old bytes again."""
-        table, buffers = self._live(prepared.names)
-        prepared.steps.revert(table, buffers)
+    def roll_back(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
+        """Undo `commit`, or what it did before it failed: the params hold the old bytes again.
+
+        Raises LayoutError, with the params in an unknown state, where a call failed half way and there is no `base`.
+        """
+        for operation in reversed(prepared.done):
+            operation.revert()
         for kept in prepared.kept:
             copy_segments(kept)
+        lost = set(prepared.begun)
+        if not prepared.kept:
+            lost |= {*prepared.streamed, *prepared.repaired, *prepared.replaced}
+        self._write_back([name for name in prepared.names if name in lost], base, prepared)
         self._casts.roll_back(prepared.casts)
-        self._memory.synchronise()
+        prepared.done, prepared.begun = [], set()
+        self.memory.synchronise()
 
-    def fingerprints(self, names: Sequence[str]) -> Fingerprints:
-        """Of the live bytes of these tensors as this rank holds them."""
-        table, buffers = self._live(names)
-        return fingerprint(table, buffers, self._sizes(names), memory=self._memory)
+    def live(self, names: Sequence[str]) -> tuple[SegmentTable, list[torch.Tensor]]:
+        """The segments of these tensors, and the storages they lie in: those only, others may be on another device."""
+        table, storages = self.layout.segments(names)
+        used, numbers = np.unique(table.rows["dst"], return_inverse=True)
+        rows = table.rows.copy()
+        rows["dst"] = numbers
+        return SegmentTable(rows), storage_bytes(self._params, [storages[number] for number in used.tolist()])
 
-    def _prepare_batch(
-        self,
-        batch: Sequence[str],
-        updates: Mapping[str, TensorUpdate],
-        file: CompactFile,
-        loaded: dict[int, Sequence[LoadedStep]],
-        *,
-        first: int,
-        traffic: Traffic,
-    ) -> Fingerprints:
-        table, buffers = self._live(batch)
-        packed, nbytes = table.packed()
-        scratch = self._memory.empty(nbytes)
-        copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=buffers))
-        held = {int(source) for source in np.unique(table.rows["src"])}
-        cast = self._casts.begin(batch)
-        chains = {
-            number: [load_step(step, file, self._memory) for step in updates[name].steps]
-            for number, name in enumerate(batch)
-            if number in held or name in cast.names
-        }
-        loaded.update({first + number: chain for number, chain in chains.items()})
-        steps = Steps(chains)
-        steps.apply(packed, [scratch], keep_old=False)
-        steps.apply(cast.table, [cast.sources], keep_old=False)
-        self._compare(batch, updates, packed, scratch, cast.table, cast.sources, traffic)
-        self._casts.finish(cast)
-        return fingerprint(packed, [scratch], self._sizes(batch), memory=self._memory)
+    def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Bytes of these tensors as published."""
+        return np.array([self._size(name) for name in names], np.int64)
 
-    def _compare(
-        self,
-        batch: Sequence[str],
-        updates: Mapping[str, TensorUpdate],
-        packed: SegmentTable,
-        scratch: Any,
-        cast_table: SegmentTable,
-        cast_sources: Any,
-        traffic: Traffic,
-    ) -> None:
-        moved = cast_table.rows.copy()
-        moved["dst"] = 1
-        shards = Shards(
-            names=tuple(batch),
-            algorithms=tuple(updates[name].algorithm for name in batch),
-            nbytes=self._sizes(batch),
-            table=SegmentTable.concat([packed, SegmentTable(moved)]),
-            buffers=(scratch, cast_sources),
-        )
-        report = self._digest(shards)
-        traffic.add(report.traffic)
-        for name, found in zip(batch, report.digests, strict=True):
-            if found != updates[name].checksum:
-                raise DigestMismatchError(
-                    f"the {updates[name].algorithm} digest of the would-be state is not the published checksum; "
-                    "nothing was changed",
-                    where=updates[name].where,
-                    expected=updates[name].checksum,
-                    found=found,
-                )
+    def _size(self, name: str) -> int:
+        if name in self.layout.placements:
+            return self.layout.placements[name].tensor_bytes
+        if name in self.layout.elsewhere:
+            return self.layout.elsewhere[name].nbytes
+        raise LayoutError("tensor has no placement", tensor=name)
 
-    def _batches(self, updates: Mapping[str, TensorUpdate]) -> Iterator[list[str]]:
-        """Tensors that go through the scratch together: the same on every rank, by their whole sizes."""
+    def begin_casts(self, names: Sequence[str], base: Mapping[str, ReadTensor]) -> CastBatch:
+        return self._casts.begin(names, base)
+
+    def finish_casts(self, batch: CastBatch, prepared: PreparedUpdate) -> None:
+        self._casts.finish(batch, prepared.casts)
+
+    def digest(self, shards: Shards) -> DigestReport:
+        return self._digest(shards)
+
+    @property
+    def dense_bytes(self) -> int:
+        """How much of what is dense may stay on the device until the commit."""
+        return self._staging_bytes // 4
+
+    def _batches(self, updates: Mapping[str, TensorUpdate], room: int) -> Iterator[tuple[str, ...]]:
+        """Tensors that go through the scratch together: the same on every rank."""
         batch: list[str] = []
         nbytes = 0
-        for name, update in updates.items():
-            if batch and nbytes + update.nbytes > self._staging_bytes:
-                yield batch
+        for name in updates:
+            held = self.held_by_any[name]
+            if batch and nbytes + held > room:
+                yield tuple(batch)
                 batch, nbytes = [], 0
             batch.append(name)
-            nbytes += update.nbytes
+            nbytes += held
         if batch:
-            yield batch
+            yield tuple(batch)
 
-    def _live(self, names: Sequence[str]) -> tuple[SegmentTable, list[torch.Tensor]]:
-        table, storages = self.layout.segments(names)
-        return table, storage_bytes(self._params, storages)
+    def _bind(self, prepared: PreparedUpdate, base: OldBytes | None) -> None:
+        """All that can be done before the pause: operations on the live params, and copies of what they replace."""
+        table, buffers = self.live(prepared.names)
+        prepared.operations = list(
+            bind_operations(prepared.chains, table, buffers, self.memory, revertible=True)
+        )  # fmt: skip
+        for operation in prepared.operations:
+            operation.bound.upload()
+        self._casts.bind(prepared.casts)
+        held = held_by(table)
+        prepared.touched_bytes = sum(
+            int((rows["rows"] * rows["row_bytes"]).sum()) for rows in held.values()
+        )  # fmt: skip
+        lost = {*prepared.streamed, *prepared.replaced}
+        if lost and (base is None or base.reader is None):
+            rows = [held[number] for number, name in enumerate(prepared.names) if name in lost and number in held]
+            if rows:
+                prepared.kept = [self._copy_of(SegmentTable(np.concatenate(rows)), buffers)]
 
-    def _sizes(self, names: Sequence[str]) -> Any:
-        forms = {**self.layout.elsewhere}
-        sizes = []
-        for name in names:
-            placement = self.layout.placements.get(name)
-            if placement is None and name not in forms:
-                raise LayoutError("tensor has no placement", tensor=name)
-            sizes.append(forms[name].nbytes if placement is None else placement.tensor_bytes)
-        return np.array(sizes, np.int64)
-
-    def _keep(self, table: SegmentTable, buffers: Sequence[Any]) -> Any:
+    def _copy_of(self, table: SegmentTable, buffers: Sequence[Any]) -> Any:
         """Copy what `table` names out of the params; the returned moves put it back."""
         packed, nbytes = table.packed()
-        kept = self._memory.empty(nbytes)
+        kept = self.memory.empty(nbytes)
         copy_segments(bind_moves(packed.moves_from(table), dst=[kept], src=buffers))
         return bind_moves(table.moves_from(packed), dst=buffers, src=[kept])
+
+    def _stream(self, prepared: PreparedUpdate) -> None:
+        """Load and apply what was not kept, one span of a tensor at a time."""
+        for name in prepared.streamed:
+            prepared.begun.add(name)
+            table, buffers = self.live([name])
+            for _, part in spans_of(table, self._staging_bytes // 2):
+                for step in prepared.updates[name].steps:
+                    chains = load([request_of(prepared, name, step, 0, part.rows)], prepared.files, self.memory)
+                    for operation in bind_operations(chains, part, buffers, self.memory, revertible=False):
+                        operation.apply()
+            prepared.begun.discard(name)
+
+    def _write_back(self, names: Sequence[str], base: OldBytes | None, prepared: PreparedUpdate) -> None:
+        if not names:
+            return
+        reader = None if base is None else base.reader
+        if reader is None:
+            raise LayoutError("live bytes cannot be written back: the old version is not at hand", tensor=names[0])
+        for name in names:
+            table, buffers = self.live([name])
+            write_back(reader(name), table, buffers, memory=self.memory)

@@ -1,23 +1,34 @@
-"""What a prepare or a commit did, and what waits for its commit."""
+"""What a prepare and a commit did, and what waits for its commit."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gpusync.plan import Applied, Plan
-from gpusync.store.rank import PreparedUpdate
+from gpusync.store.update import PreparedUpdate
+from gpusync.sync.live import LazyBase
 
 CommitPath = Literal["in place", "reload", "nothing"]
+STAGES = ("fetch", "decode", "stage", "digest", "agree", "commit", "fingerprint", "fold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One prepare or commit. `seconds` are this rank's, by stage. `bytes_by_class` counts the bytes this rank holds by
-    the class of their placement."""
+    """One prepare, or a prepare and its commit, on this rank.
+
+    `seconds` are by stage (`STAGES`) on one monotonic clock; `fold` is waiting for the local files, which only a reload
+    does. Bytes: `wire_bytes` of payloads, read by the leader of this host; `compact_bytes` kept by it for its ranks;
+    `touched_bytes` of this rank's params that hold changed tensors; `exchanged_bytes` sent to other ranks for digests;
+    `streamed_bytes` too dense to be kept, loaded inside the pause; `peak_staging_bytes` the most that was held beside
+    the params. `bytes_by_class` counts what this rank holds by the class of its placement. `repaired`: tensors whose
+    live bytes were damaged and were written anew. `verified`: "unverified-source" where nobody publishes checksums and
+    the leader's own digests of what it copied were used.
+    """
 
     version: int
     version_before: int | None
@@ -26,15 +37,22 @@ class SyncReport:
     reason: str
     decoder: str = "host"
     applier: str = "numpy"
+    verified: Literal["checksums", "unverified-source"] = "checksums"
     tensors_changed: int = 0
+    repaired: tuple[str, ...] = ()
+    wire_bytes: int = 0
     compact_bytes: int = 0
+    touched_bytes: int = 0
     exchanged_bytes: int = 0
+    streamed_bytes: int = 0
+    peak_staging_bytes: int = 0
     bytes_by_class: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**dataclasses.asdict(self), "chain": list(self.chain)}
+        told = dataclasses.asdict(self)
+        return {**told, "chain": list(self.chain), "repaired": list(self.repaired)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,18 +62,31 @@ class Prepared:
     version: int
     plan: Plan
     report: SyncReport
-    update: PreparedUpdate | None = None
     applied: Applied = field(default_factory=Applied)
+    update: PreparedUpdate | None = None
+    base: LazyBase | None = None
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self.update is not None:
+            self.update.close()
+        if self.base is not None:
+            self.base.close()
 
 
 class Clock:
-    """Seconds by stage on one monotonic clock: each lap is the time since the one before it."""
+    """Seconds by stage on one monotonic clock."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
+        self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
 
-    def lap(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage] = now - self._last
-        self._last = now
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - began)

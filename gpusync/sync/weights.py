@@ -1,43 +1,44 @@
 """Weight synchronisation of one rank: attach to a model that serves, then bring its live weights to published versions.
 
 `prepare` does all the work and verifies it on every rank while the model serves; `commit` changes the live weights in
-place, on all ranks or on none. What is not a patch in place (a full version, a tensor that the engine rearranges) is
-committed by an ordinary reload from the local checkpoint, and says so.
+place, on all ranks or on none. What is not a patch in place (a tensor that the engine rearranges, live weights that are
+no known version) is committed by an ordinary reload from the local checkpoint, and says so.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from gpusync.disk import pull
-from gpusync.errors import DigestMismatchError, GpusyncError, MirrorError, RefusedError
+from gpusync.errors import DigestMismatchError, MirrorError, RefusedError
 from gpusync.hooks import Hook
-from gpusync.layout import DERIVED, DerivedRegistry, LayoutMap, attach, compare, identify, named_tensors, trace
-from gpusync.mirror.local import read_local_version
-from gpusync.mirror.look import Sources, plan_ahead, read_chain
-from gpusync.mirror.mirror import Mirror
+from gpusync.layout import DERIVED, DerivedRegistry, LayoutMap
+from gpusync.mirror.look import Sources
 from gpusync.plan import Applied, Plan
-from gpusync.store.casts import CastStore
-from gpusync.store.compact import CompactFile
+from gpusync.progress import Progress
+from gpusync.store.choose_memory import Want, choose_memory
+from gpusync.store.compact import StepFiles
+from gpusync.store.decoding import COMPACT_FILE, UPDATES_FILE
 from gpusync.store.digests import digest_over
-from gpusync.store.leader import decode_chain, decode_updates, encode_updates
-from gpusync.store.memory import HostMemory
-from gpusync.store.rank import STAGING_BYTES, RankStore, TensorUpdate
-from gpusync.stream import Checkpoint, OpenFiles, read_checkpoint
-from gpusync.sync.checkpoints import reader_of, torch_tensors
+from gpusync.store.load import dense_bytes
+from gpusync.store.rank import STAGING_BYTES
+from gpusync.store.tensor_update import TensorUpdate, read_updates
+from gpusync.sync.host import Fetched, Host, require_leader
+from gpusync.sync.live import LazyBase, LiveModel, LoadWeights
 from gpusync.sync.report import Clock, CommitPath, Prepared, SyncReport
 from gpusync.verdict import Group, InDoubtError, guard, open_group, take_step
 
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Verify = Literal["before+after", "before"]
+T = TypeVar("T")
+EXPIRES_AFTER_S = 1800.0
+BASE_WAIT_S = 60.0
 
 
 class WeightSync:
@@ -45,13 +46,16 @@ class WeightSync:
 
     `load_weights` is the engine's own, of `model` as it serves; where that does more than copy, `twin` is a second
     model, not loaded and never used again, and `load_weights` is the twin's. `layout`, if it is given, was traced
-    before, for a checkpoint like the base: no loader is run here. `reload(directory)` is the engine's ordinary reload;
-    by default the tensors of the directory go through `load_weights`, which must be the model's then.
+    before, for a checkpoint like the base, and no loader is run here. `reload(directory)` is the engine's
+    ordinary reload; by default the tensors of the directory go through `load_weights`, which must be the model's then.
     `derived` holds the functions that recompute what the engine made of params. `verify`: whether live bytes are
-    compared again after a commit. Every wait ends after `timeout` seconds.
+    compared again after a commit. `device`: "gpu" fails where params are not on one. `staging_bytes` bounds scratch
+    beside the params. What is prepared expires after `expires_after` seconds. Every wait ends after `timeout` seconds.
+    `decode_in_process` saves the helper process that the leader of a host has for decoding, at the price of this
+    process's time. `progress(done, total)` is told bytes of changed tensors as they are verified.
 
     Made while nothing else changes the weights. `version` is what is live and verified, None when that is unknown: the
-    next commit is a reload then.
+    next commit is a reload then. Methods may be called from any thread, one at a time.
     """
 
     def __init__(
@@ -67,49 +71,65 @@ class WeightSync:
         layout: LayoutMap | None = None,
         reload: Callable[[Path], object] | None = None,
         derived: DerivedRegistry = DERIVED,
+        device: Want = "auto",
         verify: Verify = "before+after",
         staging_bytes: int = STAGING_BYTES,
+        expires_after: float = EXPIRES_AFTER_S,
         timeout: float = 600.0,
         visibility_timeout: float = 0.0,
         pre_read_hook: Hook | str | None = None,
         workers: int | None = None,
+        decode_in_process: bool = False,
+        progress: Progress | None = None,
     ) -> None:
-        self._model, self._twin, self._load_weights, self._derived = model, twin, load_weights, derived
-        self._traced = layout
-        self._reload = self._load_directory if reload is None else reload
-        self._sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
         self._local = Path(local_checkpoint_dir)
-        self._verify, self._staging_bytes = verify, staging_bytes
-        self._timeout, self._visibility_timeout = timeout, visibility_timeout
-        self._workers = workers or min(8, os.cpu_count() or 1)
-        self.version: int | None = None
+        sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
+        self._live = LiveModel(
+            model,
+            load_weights=load_weights,
+            twin=twin,
+            layout=layout,
+            derived=derived,
+            sources=sources,
+            local_checkpoint_dir=self._local,
+            choose_memory=lambda params: choose_memory(params, want=device)[0],
+        )
+        self._reload = self._live.load if reload is None else reload
+        self._verify, self._staging_bytes, self._timeout = verify, staging_bytes, timeout
+        self._expires_after, self._progress = expires_after, progress
         self.report: SyncReport | None = None
         self._prepared: Prepared | None = None
         self._doubt: tuple[Prepared, str] | None = None
-        self._mirror: Mirror | None = None
+        self._invalid: str | None = None
+        self._holds_are_stale = False
+        self._expiry: threading.Timer | None = None
+        self._turn = threading.RLock()
+        self._host: Host | None = None
         self._group: Group = open_group(group, local_checkpoint_dir=local_checkpoint_dir, timeout_s=timeout)
-        transaction = self._group.begin("attach", timeout_s=timeout)
+        self._host_options: dict[str, Any] = {
+            "pre_read_hook": pre_read_hook,
+            "timeout_s": timeout,
+            "visibility_timeout_s": visibility_timeout,
+            "workers": workers or min(8, os.cpu_count() or 1),
+            "in_process": decode_in_process,
+        }
+        self._sources = sources
+        self._enter("attach", None)
 
-        def open_mirror() -> None:
-            if self._group.is_leader:
-                self._mirror = Mirror(
-                    self._local,
-                    base_dir=base_dir,
-                    source_dir=source_dir,
-                    pre_read_hook=pre_read_hook,
-                    lock_timeout=timeout,
-                    workers=self._workers,
-                )
-                self._mirror.hold(0)  # the files are about to be read
-
-        self._step("opening the local checkpoint", open_mirror, transaction, "mirror")
-        self._step("tracing the layout", self._trace, transaction, "trace")
-        self._attach(transaction)
+    @property
+    def version(self) -> int | None:
+        """What is live and verified; None when that is not known."""
+        return None if self._invalid is not None else self._live.version
 
     @property
     def prepared(self) -> Prepared | None:
         """What waits for its commit."""
         return self._prepared
+
+    @property
+    def durable_version(self) -> int | None:
+        """The newest version that this host can rebuild after a crash. Only its leader knows."""
+        return require_leader(self._host, self._group.rank).mirror.status().durable_version
 
     @property
     def in_doubt(self) -> str | None:
@@ -122,15 +142,6 @@ class WeightSync:
         """Whether this rank may serve, and what it serves is known."""
         return self._doubt is None and self.version is not None
 
-    @property
-    def durable_version(self) -> int | None:
-        """The newest version that this host can rebuild after a crash."""
-        if self._mirror is None:
-            raise RefusedError(
-                "only the leader of a host knows what is durable there", found=f"rank {self._group.rank}"
-            )
-        return self._mirror.status().durable_version
-
     def pull(self, target: int) -> SyncReport:
         """`prepare`, then `commit`."""
         return self.commit(self.prepare(target))
@@ -138,25 +149,25 @@ class WeightSync:
     def prepare(self, target: int) -> Prepared:
         """Verify `target` on every rank and make it durable on every host; live weights are not written.
 
-        A collective. The same target again returns the pending result; another one drops it. On any error nothing has
-        changed, and every rank raises: its own error where it failed, PeerFailedError elsewhere.
+        A collective. The same target again returns the pending result; another one drops it. 0 makes the local
+        checkpoint the base again. On any error nothing has changed, and every rank raises: its own error where it
+        failed, PeerFailedError elsewhere.
         """
-        self._resolve_doubt()
-        if self._prepared is not None and self._prepared.version == target:
-            return self._prepared
-        self.abort()
-        clock = Clock()
-        transaction = self._group.begin(f"prepare {target}", timeout_s=self._timeout)
-        with tempfile.TemporaryDirectory(prefix="gpusync-") as scratch:
-            try:
-                prepared = self._prepare(target, transaction, Path(scratch) / "compact", clock)
-            except BaseException:
-                if self._mirror is not None:
-                    self._mirror.discard(target)
-                    self._mirror.release(target)
-                raise
-        self._prepared = prepared
-        return prepared
+        with self._turn:
+            transaction = self._enter("prepare", target)
+            if self._prepared is not None:
+                return self._prepared
+            if self._host is None:
+                prepared = self._prepare(target, transaction)
+            else:
+                try:
+                    prepared = self._prepare(target, transaction)
+                except BaseException:
+                    self._host.drop(target)
+                    raise
+            self._prepared = prepared
+            self._expire_later(prepared)
+            return prepared
 
     def commit(self, prepared: Prepared) -> SyncReport:
         """Make a prepared version live: on every rank, or on none, in which case the old version is live everywhere.
@@ -164,222 +175,288 @@ class WeightSync:
         A collective; the model must not run meanwhile. InDoubtError: this rank cannot learn the decision; it must not
         serve until the next call here has resolved it.
         """
-        if prepared is not self._prepared:
-            raise RefusedError("what is to be committed is no longer prepared", version=prepared.version)
-        clock = Clock()
-        transaction = self._group.begin(f"commit {prepared.version}", timeout_s=self._timeout)
-        self._prepared = None
-        if prepared.report.commit_path == "in place":
-            self._commit_in_place(prepared, transaction)
-        elif prepared.report.commit_path == "reload":
-            self._commit_by_reload(prepared, transaction)
-        self._settle(prepared)
-        clock.lap("commit")
-        self.report = replace(prepared.report, seconds={**prepared.report.seconds, **clock.seconds})
-        return self.report
+        with self._turn:
+            clock = Clock()
+            is_current = prepared is self._prepared
+            transaction = self._enter("commit", prepared.version if is_current else None)
+            self._prepared = None
+            self._cancel_expiry()
+            with clock.stage("commit"):
+                if prepared.report.commit_path == "in place":
+                    self._commit_in_place(prepared, transaction, clock)
+                elif prepared.report.commit_path == "reload":
+                    self._commit_by_reload(prepared, transaction, clock)
+                self._settle(prepared)
+            clock.seconds["commit"] -= clock.seconds["fingerprint"] + clock.seconds["fold"]
+            seconds = {
+                name: prepared.report.seconds.get(name, 0.0) + more for name, more in clock.seconds.items()
+            }  # fmt: skip
+            self.report = replace(prepared.report, seconds=seconds)
+            return self.report
 
     def abort(self, prepared: Prepared | None = None) -> None:
         """Drop what is prepared. An accepted version stays durable, and folds."""
-        pending = self._prepared
-        if pending is None or (prepared is not None and prepared is not pending):
-            return
-        self._prepared = None
-        if self._mirror is not None:
-            self._mirror.release(pending.version)
+        with self._turn:
+            pending = self._prepared
+            if pending is not None and (prepared is None or prepared is pending):
+                self._drop_prepared()
 
-    def flush(self, timeout: float) -> None:
-        """Drop what is prepared here, and wait until the local checkpoint's files are at the durable version: an
-        ordinary reload reads no old file then. A collective."""
-        self.abort()
-        transaction = self._group.begin("flush", timeout_s=timeout)
+    def invalidate(self, reason: str) -> None:
+        """Something else has changed, moved or released the weights: what is live is unknown from now on, and the next
+        commit is a reload. Not a collective: the other ranks learn it at the next call."""
+        with self._turn:
+            self._invalid = reason
+            self.abort()
 
-        def fold() -> None:
-            if self._mirror is not None:
-                self._mirror.flush(timeout)
-
-        self._step("folding the local checkpoint", fold, transaction, "flush")
+    def flush(self, timeout: float | None = None) -> None:
+        """Drop what is prepared, and wait until the local checkpoint's files hold all that is durable, on every host.
+        A collective. MirrorError after `timeout` seconds."""
+        with self._turn:
+            transaction = self._enter("flush", None)
+            limit = self._timeout if timeout is None else timeout
+            self._step("folding the local checkpoint", lambda: self._flush(limit), transaction, "flush")
 
     def close(self) -> None:
-        self.abort()
-        if self._mirror is not None:
-            self._mirror.close()
-        self._group.close()
+        with self._turn:
+            self._cancel_expiry()
+            self._drop_prepared()
+            if self._host is not None:
+                self._host.close()
+            self._group.close()
 
-    # attach
+    # entering: all ranks do the same thing, from the same state
 
-    def _trace(self) -> None:
-        base = self._sources.read_base()
-        layout = self._traced
-        if layout is None:
-            traced, is_twin = (self._model, False) if self._twin is None else (self._twin, True)
-            layout = trace(traced, self._load_weights, base.tensors, derived=self._derived, is_twin=is_twin)
-        self._tensors = base.tensors
-        self._params = named_tensors(self._model)
-        self._layout: LayoutMap = attach(layout, self._params)[0]
+    def _enter(self, what: str, target: int | None) -> str:
+        """Begin a transaction in which all ranks do the same; returns its name.
+
+        Decisions that were missed are resolved first. Where a rank is new in the group, all attach before anything
+        else. What ranks do not agree on (what is live, what is prepared) none of them has.
+        """
+        self._resolve_doubt()
+        while True:
+            transaction = self._group.begin("a transaction", timeout_s=self._timeout)
+            mine = [
+                what,
+                target,
+                None if self._prepared is None else self._prepared.version,
+                self.version,
+                self._invalid,
+            ]
+            told = self._group.gather_objects(mine, timeout_s=self._timeout)
+            if any(each[0] == "attach" for each in told):
+                self._attach(transaction)
+                if what == "attach":
+                    return transaction
+                continue
+            if self._holds_are_stale:
+                self._holds_are_stale = False
+                self._drop_holds()
+            self._settle_differences(told)
+            if any(each[:2] != mine[:2] for each in told):
+                asked = {rank: f"{each[0]} {each[1]}" for rank, each in enumerate(told)}
+                raise RefusedError("ranks were asked for different things, or hold different versions", found=asked)
+            if what == "commit" and (target is None or self._prepared is None):
+                raise RefusedError("what is to be committed is no longer prepared", version=target)
+            if what == "prepare" and self._prepared is not None and self._prepared.version != target:
+                self._drop_prepared()
+            if what == "flush":
+                self._drop_prepared()
+            return transaction
+
+    def _settle_differences(self, told: list[list[Any]]) -> None:
+        if any(each[2] != told[0][2] for each in told):
+            self._drop_prepared()
+        if any(each[3] != told[0][3] for each in told) or any(each[4] is not None for each in told):
+            self._drop_prepared()
+            self._live.forget()
+        self._invalid = None
 
     def _attach(self, transaction: str) -> None:
-        """Find out which version is live, and judge the placements by its bytes."""
-        found = self._step("identifying the live version", self._identify, transaction, "identify")
+        """Find out where everything is and which version is live."""
+        self._drop_prepared()
+        self._step("opening the local checkpoint", self._open_host, transaction, "mirror")
+        self._step("tracing the layout", self._live.trace, transaction, "trace")
+        self._identify(transaction)
+
+    def _open_host(self) -> None:
+        if self._group.is_leader:
+            if self._host is None:
+                self._host = Host(self._local, self._sources, **self._host_options)
+            self._host.hold(0)  # the files are about to be read
+
+    def _identify(self, transaction: str) -> None:
+        found = self._step("identifying the live version", self._live.identify, transaction, "identify")
         told = self._group.gather_objects(found, timeout_s=self._timeout)
-        self.version = found if all(each == found for each in told) else None
-        self._step("judging the layout", self._judge, transaction, "judge")
-        held = self._group.gather_objects(sorted(self._store.held), timeout_s=self._timeout)
-        self._store.held_by_any = frozenset(name for names in held for name in names)
-        if self._mirror is not None:
-            self._mirror.release(0)
-
-    def _identify(self) -> int | None:
-        with OpenFiles() as files:
-            candidates = [(version, reader_of(checkpoint, files)) for version, checkpoint, _ in self._known_versions()]
-            return identify(self._layout, self._params, candidates)
-
-    def _known_versions(self) -> Iterator[tuple[int, Checkpoint, Applied]]:
-        """Versions whose bytes this host has: what the mirror's files hold, and the base."""
-        known = read_local_version(self._local)
-        if known is not None:
-            yield known[0].version or 0, known[1], known[0]
-        yield 0, self._sources.read_base(), Applied(version=0)
-
-    def _judge(self) -> None:
-        memory = HostMemory()
-        self._applied = Applied()
-        casts = CastStore(self._layout, self._params, memory=memory)
-        for version, checkpoint, applied in self._known_versions():
-            if version == self.version:
-                with OpenFiles() as files:
-                    read = reader_of(checkpoint, files)
-                    self._layout = self._layout.demoted(compare(self._layout, self._params, read))
-                    casts = CastStore(self._layout, self._params, memory=memory)
-                    casts.fill(read)
-                self._applied = applied
-                break
-        self._store = RankStore(
-            self._layout,
-            self._params,
-            memory=memory,
-            casts=casts,
-            digest=lambda shards: digest_over(self._group, shards, timeout_s=self._timeout),
-            staging_bytes=self._staging_bytes,
+        version = found if all(each == found for each in told) else None
+        held = self._step(
+            "judging the layout",
+            lambda: self._live.judge(
+                version,
+                lambda shards: digest_over(self._group, shards, timeout_s=self._timeout),
+                staging_bytes=self._staging_bytes,
+            ),
+            transaction,
+            "judge",
         )
+        everyone = self._group.gather_objects(held, timeout_s=self._timeout)
+        names = sorted({name for each in everyone for name in each})
+        self._live.store.held_by_any = {name: max(each.get(name, 0) for each in everyone) for name in names}
+        self._invalid = None
+        if self._host is not None:
+            self._host.let_go()
 
     # prepare
 
-    def _prepare(self, target: int, transaction: str, path: Path, clock: Clock) -> Prepared:
-        message = self._step("fetching", lambda: self._fetch(target, path), transaction, "fetch")
-        told = [json.loads(each) for each in self._group.gather_bytes(message.encode(), timeout_s=self._timeout)]
-        mine = told[self._group.leader]
-        plan = Plan(**{**mine["plan"], "chain": tuple(mine["plan"]["chain"])})
-        clock.lap("fetch and decode")
-        updates = decode_updates(mine["updates"])
-        reason = self._why_reload(plan, updates, [told[leader] for leader in self._group.leaders])
-        path_taken: CommitPath = "in place" if reason is None else "reload"
-        if plan.is_nothing or target == self.version == 0:
-            path_taken, reason = "nothing", plan.reason if plan.is_nothing else "the base is live"
+    def _prepare(self, target: int, transaction: str) -> Prepared:
+        clock = Clock()
+        if target == 0:
+            return self._prepare_base(transaction, clock)
+        fetched = self._fetch(target, transaction, clock)
+        updates = self._read_updates(fetched)
+        base = LazyBase(self._live, timeout_s=min(self._timeout, BASE_WAIT_S))
+        path, reason = self._choose_path(fetched, updates, base)
         update = None
-        if path_taken == "in place":
-            file = Path(mine["path"])
-            update = self._step(
-                "verifying", lambda: self._store.prepare(updates, CompactFile(file)), transaction, "verify"
-            )
-            clock.lap("verify")
-        self._step("making the version durable", lambda: self._accept(target), transaction, "accept")
-        clock.lap("accept")
+        if path == "in place":
+            update = self._verify_update(updates, fetched, base, transaction, clock)
+        self._step("making the version durable", lambda: self._accept(target), transaction, "accept", clock)
+        applier, decoder = self._live.memory.backend
         report = SyncReport(
             version=target,
-            version_before=self.version,
-            chain=plan.chain,
-            commit_path=path_taken,
-            reason=reason or plan.reason,
+            version_before=self._live.version,
+            chain=fetched.plan.chain,
+            commit_path=path,
+            reason=reason,
+            decoder=decoder,
+            applier=applier,
+            verified="unverified-source" if fetched.is_unverified else "checksums",
             tensors_changed=len(updates),
-            compact_bytes=sum(step.nbytes for each in updates.values() for step in each.steps),
+            repaired=() if update is None else tuple(update.repaired),
+            wire_bytes=fetched.stats.wire_bytes,
+            compact_bytes=fetched.stats.compact_bytes,
+            touched_bytes=0 if update is None else update.touched_bytes,
             exchanged_bytes=0 if update is None else update.traffic.nbytes,
-            bytes_by_class=self._layout.bytes_by_class(),
+            streamed_bytes=0 if update is None else update.streamed_bytes,
+            peak_staging_bytes=self._live.memory.peak_bytes,
+            bytes_by_class=self._live.layout.bytes_by_class(),
             seconds=clock.seconds,
         )
-        applied = Applied(
-            version=target,
-            stream_id=mine["stream_id"],
-            digests={
-                **({} if plan.reseeds else self._applied.digests),
-                **{int(v): d for v, d in mine["digests"].items()},
-            },
-        )
-        return Prepared(version=target, plan=plan, report=report, update=update, applied=applied)
+        applied = fetched.applied_after(self._live.applied)
+        return Prepared(version=target, plan=fetched.plan, report=report, applied=applied, update=update, base=base)
 
-    def _fetch(self, target: int, path: Path) -> str:
-        """The leader brings the version to this host and decodes it; what it tells its ranks, as JSON."""
-        if self._mirror is None:
-            return json.dumps({"plan": None, "updates": []})
-        durable = self._mirror.status().durable_version
-        if target == 0 and durable != 0:
-            self._reset_mirror()
-        self._mirror.hold(target)
-        if target > 0 and (durable is None or durable < target or self.version is None or self.version > target):
-            self._mirror.receive(target, visibility_timeout=self._visibility_timeout)
-        plan, indexes = plan_ahead(self._sources, self._applied, target=target)
-        updates = {}
-        if plan.seed == "store" and plan.chain:
-            start = Checkpoint(directory=self._local, tensors=self._tensors, headers={}, index=None, follow_links=True)
-            versions = read_chain(self._sources, plan.chain, start)
-            updates = decode_chain(versions, self._tensors, path, workers=self._workers)
-        newest = indexes.get(target)
-        return json.dumps(
-            {
-                "plan": {
-                    "target": plan.target,
-                    "seed": plan.seed,
-                    "seed_version": plan.seed_version,
-                    "chain": plan.chain,
-                    "reason": plan.reason,
-                },
-                "path": str(path),
-                "updates": encode_updates(updates),
-                "stream_id": None if newest is None else newest.stream_id or self._applied.stream_id,
-                "digests": {version: index.digest for version, index in indexes.items() if version in plan.chain},
-            }
-        )
+    def _prepare_base(self, transaction: str, clock: Clock) -> Prepared:
+        """The local checkpoint becomes the base; what is live and is something else is unknown from then on."""
 
-    def _reset_mirror(self) -> None:
-        """The local checkpoint becomes the base again, whatever it was: at once, as nothing of the stream is needed."""
-        pull(
-            local_checkpoint_dir=self._local,
-            base_dir=self._sources.base_dir,
-            source_dir=self._sources.source_dir,
-            target_version=0,
-            lock_timeout=self._timeout,
-            workers=self._workers,
-        )
+        def reset() -> None:
+            if self._host is not None:
+                self._host.reset()
 
-    def _why_reload(self, plan: Plan, updates: Mapping[str, TensorUpdate], leaders: list[dict[str, Any]]) -> str | None:
-        """Why the commit has to be a reload, on any rank; the same answer on all."""
-        mine: str | None = None
-        if any((each["plan"], each["digests"]) != (leaders[0]["plan"], leaders[0]["digests"]) for each in leaders):
-            mine = "the hosts see different streams"
-        elif plan.reseeds:
-            mine = f"starts from the {plan.seed} version {plan.seed_version} ({plan.reason})"
-        else:
-            opaque = self._store.opaque_among(updates)
-            if opaque:
-                name, why = next(iter(opaque.items()))
-                mine = f"{len(opaque)} changed tensors cannot be patched in place, `{name}` among them: {why}"
-        told = self._group.gather_objects(mine, timeout_s=self._timeout)
-        return next((each for each in told if each is not None), None)
+        before = self._live.version
+        self._step("resetting the local checkpoint", reset, transaction, "reset", clock)
+        if before != 0:
+            self._live.forget()
+        plan = Plan(target=0, seed="base", seed_version=0, chain=(), reason="version 0 is the engine's own base")
+        report = SyncReport(
+            version=0,
+            version_before=before,
+            chain=(),
+            commit_path="nothing" if before == 0 else "reload",
+            reason="live is the base already" if before == 0 else plan.reason,
+            applier=self._live.memory.backend[0],
+            bytes_by_class=self._live.layout.bytes_by_class(),
+            seconds=clock.seconds,
+        )
+        return Prepared(version=0, plan=plan, report=report, applied=Applied(version=0))
+
+    def _fetch(self, target: int, transaction: str, clock: Clock) -> Fetched:
+        """Every leader fetches; returns what this host's own has found. All hosts must have found the same."""
+
+        def fetch() -> Fetched | None:
+            if self._host is None:
+                return None
+            return self._host.fetch(target, self._live.applied, self._live.layout)
+
+        mine = self._step("fetching", fetch, transaction, "fetch")
+        told = self._group.gather_objects(None if mine is None else mine.as_told(), timeout_s=self._timeout)
+        found = {leader: Fetched.from_told(told[leader]) for leader in self._group.leaders}
+        fetched = found[self._group.leader]
+        for stage, seconds in fetched.seconds.items():
+            clock.add(stage, seconds)
+        first = found[self._group.leaders[0]]
+        if any(each.outcome != first.outcome for each in found.values()):
+            # Hosts whose files are elsewhere decode nothing; then nobody commits in place.
+            if any(each.digests != first.digests for each in found.values()):
+                raise MirrorError("the hosts see different streams", version=target, path=self._sources.source_dir)
+            fetched = replace(fetched, files=None)
+        return fetched
+
+    def _read_updates(self, fetched: Fetched) -> dict[str, TensorUpdate]:
+        return {} if fetched.files is None else read_updates(Path(fetched.files) / UPDATES_FILE)
+
+    def _choose_path(
+        self, fetched: Fetched, updates: Mapping[str, TensorUpdate], base: LazyBase
+    ) -> tuple[CommitPath, str]:
+        """How the commit will be made, and why; the same on all ranks."""
+        plan = fetched.plan
+        if plan.is_nothing:
+            return "nothing", plan.reason
+        told = self._group.gather_objects(self._why_reload(fetched, updates, base), timeout_s=self._timeout)
+        reason = next((each for each in told if each is not None), None)
+        return ("in place", plan.reason) if reason is None else ("reload", reason)
+
+    def _why_reload(self, fetched: Fetched, updates: Mapping[str, TensorUpdate], base: LazyBase) -> str | None:
+        """Why this rank cannot bring its weights there in place."""
+        plan = fetched.plan
+        if fetched.files is None:
+            return f"starts from the {plan.seed} version {plan.seed_version} ({plan.reason})"
+        opaque = self._live.store.opaque_among(updates)
+        if opaque:
+            name, why = next(iter(opaque.items()))
+            return f"{len(opaque)} changed tensors cannot be patched in place, `{name}` among them: {why}"
+        dense = sum(dense_bytes(step, update.nbytes) for update in updates.values() for step in update.steps)
+        if dense > self._live.store.dense_bytes and base.reader is None:
+            return f"{dense} dense bytes could not be rolled back: the files do not hold version {self._live.version}"
+        return None
+
+    def _verify_update(
+        self,
+        updates: Mapping[str, TensorUpdate],
+        fetched: Fetched,
+        base: LazyBase,
+        transaction: str,
+        clock: Clock,
+    ) -> Any:
+        store, files = self._live.store, StepFiles(Path(str(fetched.files)) / COMPACT_FILE)
+        self._live.memory.reset_peak()
+        room = self._step("making room for scratch", lambda: store.reserve(updates), transaction, "room", clock)
+        room = min(self._group.gather_objects(room, timeout_s=self._timeout))
+        update = self._step(
+            "verifying",
+            lambda: store.prepare(updates, files, room=room, base=base, progress=self._progress),
+            transaction,
+            "verify",
+            clock,
+        )
+        for stage, seconds in update.watch.seconds.items():
+            if stage != "total":
+                clock.add(stage, seconds)
+        return update
 
     def _accept(self, target: int) -> None:
-        if self._mirror is not None and self._mirror.has_candidate(target):
-            self._mirror.accept(target)
+        if self._host is not None:
+            self._host.accept(target)
 
     # commit
 
-    def _commit_in_place(self, prepared: Prepared, transaction: str) -> None:
-        update = prepared.update
+    def _commit_in_place(self, prepared: Prepared, transaction: str, clock: Clock) -> None:
+        update, store = prepared.update, self._live.store
         if update is None:
             raise RefusedError("nothing was prepared", version=prepared.version)
 
         def write() -> None:
-            self._store.commit(update)
-            self._recompute(update.names)
-            wrong = self._store.verify(update) if self._verify == "before+after" else None
+            store.commit(update, base=prepared.base)
+            self._live.recompute(update.names)
+            with clock.stage("fingerprint"):
+                wrong = store.verify(update) if self._verify == "before+after" else None
             if wrong is not None:
                 raise DigestMismatchError(
                     "live bytes are not what was verified before the commit", tensor=wrong, version=prepared.version
@@ -389,77 +466,116 @@ class WeightSync:
         try:
             decision = self._group.agree(verdict, transaction=transaction, phase="commit", timeout_s=self._timeout)
         except InDoubtError:
-            self.version, self._doubt = None, (prepared, transaction)
+            self._doubt = (prepared, transaction)
             raise
         if not decision.ok:
-            self._roll_back(prepared, transaction)
+            self._roll_back(prepared)
         decision.check(verdict, what=f"committing version {prepared.version}")
 
-    def _roll_back(self, prepared: Prepared, transaction: str) -> None:
-        """Every rank undoes its commit. A rank that cannot leaves all of them without a known version."""
+    def _roll_back(self, prepared: Prepared) -> None:
+        """Undo this rank's commit. Where that fails, it says so: no version is live here, and none on the others once
+        they hear of it at the next call."""
         update = prepared.update
 
         def undo() -> None:
             if update is not None:
-                self._store.roll_back(update)
-                self._recompute(update.names)
+                self._live.store.roll_back(update, base=prepared.base)
+                self._live.recompute(update.names)
 
         verdict = guard(undo)
-        decision = self._group.agree(verdict, transaction=transaction, phase="roll back", timeout_s=self._timeout)
-        if self._mirror is not None:
-            self._mirror.release(prepared.version)
-        if not decision.ok:
-            self.version, self._applied = None, Applied()
+        if not verdict.ok:
+            self._live.forget()
+        prepared.close()
+        # Other ranks may still be reading old bytes from the files: those are held until all have come again.
+        self._holds_are_stale = True
 
-    def _commit_by_reload(self, prepared: Prepared, transaction: str) -> None:
-        def flush() -> None:
-            if self._mirror is not None:
-                self._mirror.release(prepared.version)
-                self._mirror.flush(self._timeout)
-
-        self._step("folding the local checkpoint", flush, transaction, "flush")
-        self.version = None
+    def _commit_by_reload(self, prepared: Prepared, transaction: str, clock: Clock) -> None:
+        with clock.stage("fold"):
+            self._step(
+                "folding the local checkpoint", lambda: self._flush(self._timeout), transaction, "flush"
+            )  # fmt: skip
+        self._live.forget()
         self._step("reloading", lambda: self._reload(self._local), transaction, "reload")
-        if self._mirror is not None:
-            self._mirror.hold(0)
-        self._attach(transaction)
-        if self.version != prepared.version:
+        if self._host is not None:
+            self._host.hold(0)
+        self._step("binding the layout", self._live.bind, transaction, "bind")
+        self._identify(transaction)
+        if self._live.version != prepared.version:
             raise MirrorError(
                 "the reload did not bring the weights to the version",
                 path=self._local,
                 version=prepared.version,
-                found=self.version,
+                found=self._live.version,
             )
 
+    def _flush(self, timeout_s: float) -> None:
+        if self._host is not None:
+            self._host.flush(timeout_s)
+
     def _settle(self, prepared: Prepared) -> None:
-        self.version, self._applied = prepared.version, prepared.applied
-        if self._mirror is not None:
-            self._mirror.release(prepared.version)
+        self._live.applied = prepared.applied
+        self._let_go(prepared)
+
+    def _let_go(self, prepared: Prepared) -> None:
+        prepared.close()
+        self._drop_holds()
+
+    def _drop_holds(self) -> None:
+        if self._host is not None:
+            self._host.let_go()
 
     def _resolve_doubt(self) -> None:
         """Learn a decision that was missed, and act on it."""
-        if self._doubt is None:
+        missed = self._group.in_doubt
+        if missed is None:
             return
-        prepared, transaction = self._doubt
-        decision = self._group.resolve(transaction, "commit", timeout_s=self._timeout)
+        decision = self._group.resolve(*missed, timeout_s=self._timeout)
+        if self._doubt is None:
+            return  # of a step of prepare, of which nothing is left
+        prepared, _ = self._doubt
         self._doubt = None
         if decision.ok:
             self._settle(prepared)
-        elif prepared.update is not None:
-            self._store.roll_back(prepared.update)
-            self._recompute(prepared.update.names)
-            self.version = prepared.report.version_before
+        else:
+            self._roll_back(prepared)
 
-    def _recompute(self, names: Iterable[str]) -> None:
-        self._derived.recompute(self._model, self._layout.derived_modules(names))
+    # what is prepared
 
-    def _load_directory(self, directory: Path) -> None:
-        if self._twin is not None:
-            raise GpusyncError("a reload needs the engine's own function where a twin was traced", path=directory)
-        checkpoint = read_checkpoint(directory, follow_links=True)
-        with OpenFiles() as files, torch.no_grad():
-            self._load_weights(torch_tensors(checkpoint, files))
-        self._recompute(self._tensors)
+    def _drop_prepared(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        self._cancel_expiry()
+        if prepared is not None:
+            self._let_go(prepared)
 
-    def _step(self, what: str, work: Callable[[], Any], transaction: str, phase: str) -> Any:
-        return take_step(self._group, what, work, transaction=transaction, phase=phase, timeout_s=self._timeout)
+    def _expire_later(self, prepared: Prepared) -> None:
+        def expire() -> None:
+            with self._turn:
+                if self._prepared is prepared:
+                    self._drop_prepared()
+
+        self._expiry = threading.Timer(self._expires_after, expire)
+        self._expiry.daemon = True
+        self._expiry.start()
+
+    def _cancel_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _step(self, what: str, work: Callable[[], T], transaction: str, phase: str, clock: Clock | None = None) -> T:
+        """One step of all ranks. With a clock, what it takes beyond the work itself is counted as agreeing."""
+        began, worked = time.monotonic(), 0.0
+
+        def timed() -> T:
+            nonlocal worked
+            start = time.monotonic()
+            try:
+                return work()
+            finally:
+                worked = time.monotonic() - start
+
+        try:
+            return take_step(self._group, what, timed, transaction=transaction, phase=phase, timeout_s=self._timeout)
+        finally:
+            if clock is not None:
+                clock.add("agree", time.monotonic() - began - worked)

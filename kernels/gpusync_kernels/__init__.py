@@ -9,6 +9,7 @@ from gpusync_kernels.cast import bind_casts, cast_segments, restore_cast
 from gpusync_kernels.chain import Links, advance, chain_digests, fingerprints, hex_digests
 from gpusync_kernels.copy import copy_segments
 from gpusync_kernels.gs01 import Blob, decode_stream, head_bytes, parse_blob
+from gpusync_kernels.host import HostOps, choose_host_ops, host_ops, host_ops_reason, using_host_ops
 from gpusync_kernels.moves import bind_moves
 from gpusync_kernels.overwrite import (
     Change,
@@ -37,6 +38,7 @@ from gpusync_kernels.xxh3 import SumsLayout
 __all__ = [
     "Blob",
     "Change",
+    "HostOps",
     "Links",
     "Payload",
     "Planes",
@@ -58,12 +60,15 @@ __all__ = [
     "block_sums",
     "cast_segments",
     "chain_digests",
+    "choose_host_ops",
     "copy_segments",
     "decode_stream",
     "fingerprints",
     "gather_tails",
     "head_bytes",
     "hex_digests",
+    "host_ops",
+    "host_ops_reason",
     "keep_old_words",
     "overwrite_words",
     "parse_blob",
@@ -75,6 +80,7 @@ __all__ = [
     "sparse_apply",
     "sparse_check",
     "sparse_revert",
+    "using_host_ops",
     "write_full_planes",
     "xor_block_sums",
     "xor_segments",

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpusync_kernels.buffers import Bytes, Ints
+from gpusync_kernels.host import host_ops
+from gpusync_kernels.host_numpy import BLOCK_BITS
 
 ByteString: TypeAlias = bytes | bytearray | memoryview | Bytes
 
@@ -29,9 +31,10 @@ HEAD = struct.Struct("<4sBBBBQII")
 DESCRIPTOR = np.dtype(
     [("count", "<u4"), ("nbits", "<u4"), ("part", "<u4"), ("g", "u1"), ("k", "u1"), ("v", "u1"), ("kind", "u1")]
 )
-BLOCK_BITS = 1024
 LITERAL = 1
 END_BYTES = 8
+# More than any encoder needs: a stream per class of steps, and one of literals.
+MAX_STREAMS_OF_PART = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +106,12 @@ def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, st
     position, rank = data[index_at + 8 * first_block :][:8].view("<u4").astype(np.int64).tolist()
     first_bit, stop_bit = BLOCK_BITS * first_block, min(BLOCK_BITS * stop_block, nbits)
     unary = data[unary_at + first_bit // 8 : unary_at + -(-stop_bit // 32) * 4]
-    ones = np.flatnonzero(np.unpackbits(unary, count=stop_bit - first_bit, bitorder="little"))[: max(count - rank, 0)]
-    fields = unpack_fields(data[fields_at : fields_at + -(-count * (k + v) // 32) * 4], k + v, rank, len(ones))
-    low = (fields & np.uint32((1 << k) - 1)).astype(np.int64) + 1
-    positions = position + ((ones - np.arange(len(ones))) << k) + np.cumsum(low) - 1
-    return positions + int(blob.base[stream]), fields >> np.uint32(k), rank
-
-
-def unpack_fields(data: Bytes, width: int, first: int, count: int) -> npt.NDArray[np.uint32]:
-    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on into little-endian u32 words."""
-    if width == 0 or count == 0:
-        return np.zeros(count, np.uint32)
-    skipped = first % 32  # 32 fields fill `width` words: every column of such a row has one shift
-    groups = -(-(skipped + count) // 32)
-    start = first // 32 * width
-    words = np.zeros(groups * width, np.uint32)
-    source = data.view("<u4")[start : start + groups * width]
-    words[: len(source)] = source
-    words = np.concatenate([words.reshape(groups, width), np.zeros((groups, 1), np.uint32)], axis=1)
-    fields = np.empty((groups, 32), np.uint32)
-    for column in range(32):
-        word, shift = divmod(column * width, 32)
-        field = words[:, word] >> np.uint32(shift)
-        if shift + width > 32:
-            field |= words[:, word + 1] << np.uint32(32 - shift)
-        fields[:, column] = field
-    return fields.reshape(-1)[skipped : skipped + count] & np.uint32((1 << width) - 1)
+    fields = data[fields_at : fields_at + -(-count * (k + v) // 32) * 4]
+    base, most = int(head["part"]) << blob.part_log2, count - rank
+    positions, values, _ = host_ops().decode_bits(
+        unary, stop_bit - first_bit, fields, first=rank, most=most, k=k, v=v, position=base + position
+    )
+    return positions, values, rank
 
 
 def _offsets(streams: npt.NDArray[Any], element_bytes: int, start: int) -> Ints:
@@ -160,6 +143,8 @@ def _check_streams(blob: Blob) -> None:
     )
     for holds, what in checks:
         _require(bool(holds.all()), f"stream {int(np.argmin(holds))}: {what}")
+    most = int(np.unique(streams["part"], return_counts=True)[1].max())
+    _require(most <= MAX_STREAMS_OF_PART, f"{most} streams of one part, expected at most {MAX_STREAMS_OF_PART}")
     end = int(blob.offsets[-1, 4])
     _require(end + END_BYTES == blob.nbytes, f"{blob.nbytes} bytes, expected {end + END_BYTES}")
 

@@ -23,7 +23,7 @@ from gpusync_kernels.moves import check_side, strided_view, tiles_of
 from gpusync_kernels.placed import UNSIGNED, element_rows
 from gpusync_kernels.segments import Rows, SegmentTable, limit_rows, merge_rows, split_rows
 from gpusync_kernels.tiling import MAX_ROW_BYTES, Launch, map_programs, tile_count
-from gpusync_kernels.word_order import SIGNED, Words, from_order, to_order
+from gpusync_kernels.word_order import Words, from_order, to_order, unzigzag, zigzag
 
 VECTOR = 16  # elements that one lane moves where everything is aligned for it
 
@@ -210,7 +210,7 @@ def read_planes_reference(bound: BoundPlanes, mode: str) -> None:
             words = _words(target[rows, _bytes(columns, planes)], planes)
             if mode == "steps" and old is not None:
                 before = _words(old[rows, _bytes(columns, planes)], planes)
-                words = _zigzag(to_order(words, planes.order) - to_order(before, planes.order))
+                words = zigzag(to_order(words, planes.order) - to_order(before, planes.order))
             split = words.view(np.uint8).reshape(*words.shape, planes.element_bytes)
             for number, plane in enumerate(each):
                 plane[rows, columns] = split[..., number]
@@ -221,17 +221,8 @@ def _bytes(columns: slice, planes: Planes) -> slice:
 
 
 def _stepped(words: Words, coded: Words, order: int, mode: str) -> Words:
-    steps = ((coded >> coded.dtype.type(1)) ^ (~(coded & coded.dtype.type(1)) + coded.dtype.type(1))).view(
-        SIGNED[coded.itemsize]
-    )
-    old = to_order(words, order)
+    steps, old = unzigzag(coded), to_order(words, order)
     return from_order(old - steps if mode == "revert" else old + steps, order)
-
-
-def _zigzag(steps: Words) -> Words:
-    one, top = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
-    coded: Words = (steps << one) ^ (steps >> top)
-    return coded.view(UNSIGNED[steps.itemsize])
 
 
 def _words(data: Bytes, planes: Planes) -> Words:

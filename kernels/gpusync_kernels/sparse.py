@@ -12,15 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gpusync_kernels.buffers import Buffer, Ints, address_of, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.gs01 import LITERAL, Blob, decode_stream
+from gpusync_kernels.host import host_ops
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
 from gpusync_kernels.sparse_items import blocks_between, join_streams, streams_of
-from gpusync_kernels.word_order import SIGNED, from_order, to_order
 
 BLOB_ALIGN = 8
 
@@ -131,20 +130,13 @@ def sparse_revert(bound: BoundSparse) -> None:
 
 
 def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
+    add_steps = host_ops().add_steps
     for stream, target, values, index, ranks in bound.placed():
         if stream["kind"] == LITERAL:
             _replace(bound, stream, target, index, ranks, revert=revert)
         else:
-            old = to_order(target[index], stream["order"])
-            steps = step_of(values, int(stream["magnitude"]), int(stream["element_bytes"]))
-            target[index] = from_order(old - steps if revert else old + steps, stream["order"])
-
-
-def step_of(values: npt.NDArray[np.uint32], magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
-    """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
-    size = (values >> np.uint32(1)).astype(np.uint64) + np.uint64(magnitude)
-    step = np.where(values & np.uint32(1), ~size + np.uint64(1), size)
-    return step.astype(UNSIGNED[element_bytes]).view(SIGNED[element_bytes])
+            magnitude, order = int(stream["magnitude"]), int(stream["order"])
+            add_steps(target, index, values, magnitude=magnitude, order=order, revert=revert)
 
 
 def _replace(bound: BoundSparse, stream: Any, target: Any, index: Ints, ranks: Any, *, revert: bool) -> None:

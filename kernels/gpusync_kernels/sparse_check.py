@@ -1,4 +1,4 @@
-"""What makes a GS01 blob with a sound head unsafe: a wrong index, a position outside, an element twice.
+"""What makes a GS01 blob with a sound head unsafe: a wrong index, a position outside, an element twice, stray bits.
 
 A wrong index would make the block-parallel decoder differ from the sequential one, and two changes of one element
 race on a device. Everything else that a damaged blob can do is to decode to other values, which the digest notices.
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpusync_kernels.buffers import Ints, byte_view, device_of
-from gpusync_kernels.gs01 import BLOCK_BITS, Blob, decode_stream
+from gpusync_kernels.buffers import Bytes, Ints, byte_view, device_of
+from gpusync_kernels.gs01 import END_BYTES, LITERAL, Blob
+from gpusync_kernels.host import host_ops
 from gpusync_kernels.sparse import Payload, check_payloads
 
 
@@ -29,15 +30,53 @@ def sparse_check(payloads: Sequence[Payload]) -> npt.NDArray[np.bool_]:
 
 def sparse_check_reference(payload: Payload) -> bool:
     data, blob = byte_view(payload.data), payload.blob
-    seen = []
+    words, masks = zero_bits(blob)
+    if (data[: blob.nbytes // 4 * 4].view("<u4")[words] & masks).any():
+        return False
+    seen, bases, spans = [], blob.base, blob.span
     for number in range(len(blob.streams)):
-        positions, _, _ = decode_stream(data, blob, number)
-        if len(positions) != blob.streams["count"][number] or not _index_agrees(data, blob, number, positions):
+        positions = _checked_positions(data, blob, number, int(spans[number]))
+        if positions is None:
             return False
-        if positions[-1] >= blob.base[number] + blob.span[number]:
-            return False
-        seen.append(positions)
+        seen.append(positions + bases[number])
     return _all_different(seen)
+
+
+def zero_bits(blob: Blob) -> tuple[Ints, npt.NDArray[np.uint32]]:
+    """`(words, masks)`: the bits `masks` of the blob's u32 words number `words` must be zero. They follow the last
+    unary bit, the last field, the last literal and the last stream.
+    """
+    streams, offsets = blob.streams, blob.offsets
+    literal, index, unary, fields, end = offsets.T
+    count = streams["count"].astype(np.int64)
+    width = streams["k"].astype(np.int64) + streams["v"]
+    words = np.where(streams["kind"] == LITERAL, count * blob.element_bytes, 0)
+    ranges = [
+        (8 * unary + streams["nbits"].astype(np.int64), 8 * fields),
+        (8 * fields + count * width, 8 * end),
+        (8 * (literal + words), 8 * index),
+        (8 * end[-1:], 8 * (end[-1:] + END_BYTES)),
+    ]
+    start, stop = (np.concatenate(side) for side in zip(*ranges, strict=True))
+    first = start // 32 + np.arange(3)[:, None]  # a range is shorter than 12 bytes: it lies in three words at most
+    low, high = (np.clip(side - 32 * first, 0, 32) for side in (start, stop))
+    masks = (((1 << high) - 1) & ~((1 << low) - 1)).astype(np.uint32)
+    some = masks != 0
+    return first[some], masks[some]
+
+
+def _checked_positions(data: Bytes, blob: Blob, number: int, span: int) -> Any:
+    """The stream's positions in its part, or None if one is outside or the index differs from what is decoded."""
+    head = blob.streams[number]
+    count, bits, k, v = (int(head[name]) for name in ("count", "nbits", "k", "v"))
+    _, index_at, unary_at, fields_at, _ = blob.offsets[number].tolist()
+    unary = data[unary_at:fields_at]
+    fields = data[fields_at : fields_at + -(-count * (k + v) // 32) * 4]
+    if int(np.bitwise_count(unary.view("<u4")).sum()) != count or not unary[(bits - 1) // 8] >> (bits - 1) % 8 & 1:
+        return None
+    positions, _, pairs = host_ops().decode_bits(unary, bits, fields, first=0, most=count, k=k, v=v, position=0)
+    agrees = np.array_equal(data[index_at:unary_at].view("<u4").reshape(-1, 2), pairs[:-1])
+    return positions if agrees and positions[-1] < span else None
 
 
 def _all_different(ascending: list[Ints]) -> bool:
@@ -46,22 +85,3 @@ def _all_different(ascending: list[Ints]) -> bool:
         return True
     merged = np.sort(np.concatenate(ascending), kind="stable")
     return not bool((merged[1:] == merged[:-1]).any())
-
-
-def _index_agrees(data: Any, blob: Blob, number: int, positions: Ints) -> bool:
-    """Every pair (position, rank) is what the bits before it add up to, and the last bit is a one."""
-    k, nbits = int(blob.streams["k"][number]), int(blob.streams["nbits"][number])
-    _, index_at, unary_at, fields_at, _ = blob.offsets[number].tolist()
-    index = data[index_at:unary_at].view("<u4").reshape(-1, 2).astype(np.int64)
-    bits = np.unpackbits(data[unary_at:fields_at], bitorder="little")
-    if bits[nbits:].any() or bits[nbits - 1] != 1:
-        return False
-    ones = bits[:nbits].astype(np.int64)
-    if ones.sum() != len(positions):
-        return False
-    gaps = np.diff(positions - blob.base[number], prepend=-1) - 1
-    steps = np.full(nbits, 1 << k)
-    steps[ones == 1] = (gaps & (1 << k) - 1) + 1
-    starts = np.arange(len(index)) * BLOCK_BITS
-    ranks, sums = (np.concatenate([[0], np.cumsum(each)])[starts] for each in (ones, steps))
-    return bool(np.array_equal(index[:, 0], sums) and np.array_equal(index[:, 1], ranks))

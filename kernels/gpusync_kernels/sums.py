@@ -18,13 +18,19 @@ import numpy.typing as npt
 from gpusync_kernels.buffers import Buffer, Bytes, Ints, addresses_of, byte_view, device_of, sizes_of
 from gpusync_kernels.copy import copy_segments
 from gpusync_kernels.moves import Moves, check_side, strided_view
-from gpusync_kernels.segments import Column, Rows, SegmentTable, chunks_of
+from gpusync_kernels.segments import Column, Rows, SegmentTable, chunks_of, deal_rows
 from gpusync_kernels.sums_pieces import Pieces, block_launch, cut_into_pieces, demote_unaligned, word_launches
 from gpusync_kernels.xor import xor_reference
 from gpusync_kernels.xxh3 import BLOCK_BYTES, LANES, STRIPE_BYTES, STRIPE_KEYS, WORD_BYTES, SumsLayout
 
-CHUNK_BLOCKS = 256  # summed at a time by the reference: what stays in a cache
-CHUNK_WORDS = 1 << 16
+BLOCK_WORDS = BLOCK_BYTES // WORD_BYTES
+CHUNK_BLOCKS = 512  # read at a time by the reference
+CACHED_BLOCKS = 128  # summed at a time: what stays in a cache
+CHUNK_WORDS = CACHED_BLOCKS * BLOCK_WORDS
+FEW_ROWS = 8  # not worth dealing out by where they begin in a block
+
+U64 = npt.NDArray[np.uint64]
+_CHUNK_KEYS = np.repeat(STRIPE_KEYS[:, None], CACHED_BLOCKS, axis=1)
 
 Sums = Any
 """uint64 [allocated_rows, 8] in numpy; on a device int64 with the same bits, in torch."""
@@ -186,9 +192,7 @@ def gather_tails(bound: BoundSums) -> Any:
     return buffer.copy() if bound.device is None else buffer.clone()
 
 
-def add_words(
-    sums: npt.NDArray[np.uint64], layout: SumsLayout, tensor: int | Ints, word: Column, value: npt.NDArray[np.uint64]
-) -> None:
+def add_words(sums: U64, layout: SumsLayout, tensor: int | Ints, word: Column, value: npt.NDArray[np.uint64]) -> None:
     """Adds what words contribute: `value[i]` is the 8-byte word number `word[i]` of `tensor[i]`."""
     word = np.asarray(word, np.int64)
     lane, stripe = word % LANES, word // LANES % (BLOCK_BYTES // STRIPE_BYTES)
@@ -207,7 +211,7 @@ def block_sums_reference(bound: BoundSums, sums: npt.NDArray[np.uint64]) -> None
             starts = first + np.arange(chunk["rows"]) * (chunk["src_stride"] // BLOCK_BYTES)
             rows = starts[:, None] + np.arange(chunk["row_bytes"] // BLOCK_BYTES)
             sums[rows.ravel()] = _sums_of(words)
-    for piece in bound.pieces.words:
+    for piece in _dealt(bound.pieces.words):
         for chunk in chunks_of(piece, CHUNK_WORDS * WORD_BYTES):
             _add_rows(sums, bound.layout, chunk, _rows_of(buffers, chunk).view("<u8"))
 
@@ -221,11 +225,41 @@ def cut_words_reference(bound: BoundSums, sums: npt.NDArray[np.uint64]) -> None:
         _add_rows(sums, bound.layout, piece, whole.view("<u8"))
 
 
-def _add_rows(sums: npt.NDArray[np.uint64], layout: SumsLayout, piece: Any, words: npt.NDArray[np.uint64]) -> None:
+def _dealt(words: Rows) -> Rows:
+    """Segments of many rows so that all rows of one begin at the same place in a block."""
+    many = words["rows"] * np.gcd(words["src_stride"], BLOCK_BYTES) >= FEW_ROWS * BLOCK_BYTES
+    return np.concatenate([words[~many], deal_rows(words[many], BLOCK_BYTES)])
+
+
+def _add_rows(sums: U64, layout: SumsLayout, piece: Any, words: U64) -> None:
     """`words[r, j]` is word j of row r of the piece."""
+    if piece["rows"] >= FEW_ROWS and piece["src_stride"] % BLOCK_BYTES == 0:
+        _add_alike(sums, layout, piece, words)
+        return
     start = (piece["src_offset"] + np.arange(piece["rows"]) * piece["src_stride"]) // WORD_BYTES
     word = start[:, None] + np.arange(words.shape[1])
     add_words(sums, layout, piece["src"], word.ravel(), words.ravel())
+
+
+def _add_alike(sums: U64, layout: SumsLayout, piece: Any, words: U64) -> None:
+    """`_add_rows` where every row begins at the same place in a block of its own: block by block, no two rows meet."""
+    block, first = divmod(int(piece["src_offset"]) // WORD_BYTES, BLOCK_WORDS)
+    rows = layout.first_row[piece["src"]] + block + np.arange(piece["rows"]) * (piece["src_stride"] // BLOCK_BYTES)
+    for part in np.split(words, range(BLOCK_WORDS - first, words.shape[1], BLOCK_WORDS), axis=1):
+        sums[rows] += _part_sums(part, first)
+        rows, first = rows + 1, 0
+
+
+def _part_sums(words: U64, first: int) -> U64:
+    """[rows, n] words, the first of each row word number `first` of a block -> [rows, 8] sums."""
+    low, high = first // LANES, -(-(first + words.shape[1]) // LANES)
+    own = slice(first - low * LANES, first - low * LANES + words.shape[1])
+    # a word that equals its key contributes no product; what it adds is taken off again
+    missing = STRIPE_KEYS[low:high].ravel().copy()
+    filled = np.repeat(missing[None], len(words), axis=0)
+    filled[:, own], missing[own] = words, 0
+    sums = _sums_of(filled.reshape(len(words), -1, LANES), low)
+    return sums - _swapped(missing.reshape(-1, LANES).sum(axis=0, dtype=np.uint64))
 
 
 def _rows_of(buffers: Sequence[Bytes], piece: Any) -> Bytes:
@@ -234,13 +268,31 @@ def _rows_of(buffers: Sequence[Bytes], piece: Any) -> Bytes:
     return np.ascontiguousarray(strided_view(buffers[piece["dst"]], *map(int, columns)))
 
 
-def _sums_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """[blocks, 16, 8] words -> [blocks, 8] sums."""
-    products = _product(words ^ STRIPE_KEYS).sum(axis=1, dtype=np.uint64)
-    added = words.sum(axis=1, dtype=np.uint64).reshape(-1, LANES // 2, 2)[:, :, ::-1].reshape(-1, LANES)
-    sums: npt.NDArray[np.uint64] = products + added
+def _sums_of(words: U64, first_stripe: int = 0) -> U64:
+    """[blocks, stripes, 8] words, stripes of a block from `first_stripe` on -> [blocks, 8] sums."""
+    sums = np.empty((len(words), LANES), np.uint64)
+    stripes, high = np.empty((2, words.shape[1], min(len(words), CACHED_BLOCKS), LANES), np.uint64)
+    for start in range(0, len(words), CACHED_BLOCKS):
+        part = words[start : start + CACHED_BLOCKS]
+        _sum_chunk(part, first_stripe, stripes[:, : len(part)], high[:, : len(part)], sums[start : start + len(part)])
     return sums
 
 
-def _product(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _sum_chunk(words: U64, first_stripe: int, stripes: U64, high: U64, sums: U64) -> None:
+    """Stripe before block, so that every operation runs over long rows; into memory that is there already."""
+    np.copyto(stripes, words.transpose(1, 0, 2))
+    sums[...] = _swapped(np.add.reduce(stripes, axis=0))
+    stripes ^= _CHUNK_KEYS[first_stripe : first_stripe + len(stripes), : len(words)]
+    np.right_shift(stripes, np.uint64(32), out=high)
+    stripes &= np.uint64(0xFFFFFFFF)
+    stripes *= high
+    sums += np.add.reduce(stripes, axis=0)
+
+
+def _swapped(lanes: U64) -> U64:
+    """Every lane at its neighbour's place."""
+    return lanes.reshape(*lanes.shape[:-1], LANES // 2, 2)[..., ::-1].reshape(lanes.shape)
+
+
+def _product(key: U64) -> U64:
     return (key & np.uint64(0xFFFFFFFF)) * (key >> np.uint64(32))

@@ -29,6 +29,20 @@ def from_order(signed: Words, order: int) -> Words:
     return (_flip(signed) if order == 1 else signed).view(f"<u{signed.itemsize}")
 
 
+def zigzag(steps: Words) -> Words:
+    """Signed steps -> unsigned words, small where the steps are: 0 -1 1 -2 become 0 1 2 3."""
+    one, top = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
+    coded: Words = (steps << one) ^ (steps >> top)
+    return coded.view(f"<u{steps.itemsize}")
+
+
+def unzigzag(coded: Words) -> Words:
+    """The inverse of `zigzag`."""
+    one = coded.dtype.type(1)
+    steps: Words = (coded >> one) ^ (~(coded & one) + one)
+    return steps.view(SIGNED[coded.itemsize])
+
+
 def _flip(signed: Words) -> Words:
     limits = np.iinfo(signed.dtype)
     flipped: Words = signed ^ ((signed >> signed.dtype.type(limits.bits - 1)) & signed.dtype.type(limits.max))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 import gpusync
-from gpusync.endpoint.errors import EndpointError
-from gpusync.errors import GpusyncError
+from gpusync.endpoint.errors import EndpointError, UnreachableError
+from gpusync.errors import GpusyncError, MirrorError
 from support.agent import Agent, agent, expected_digests
-from support.checkpoints import State, changed, small_state, write_checkpoint
+from support.checkpoints import changed, small_state, write_checkpoint
 
 
 class Trainer:
     """A base checkpoint and a stream beside it; `states` are what was published, by version."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.states = root, [words(small_state())]
+        self.root, self.states = root, [small_state()]
         write_checkpoint(root / "base", self.states[0])
         self.publisher = gpusync.Publisher(root / "stream", base_dir=root / "base", encoding="xor")
 
@@ -50,9 +52,14 @@ class Trainer:
         assert running.digests() == expected_digests(self.states[version], 2)
 
 
-def words(state: State) -> State:
-    """Its tensors of two-byte elements: rows that two ranks share, and rows that cannot be."""
-    return {name: tensor for name, tensor in state.items() if tensor.dtype in ("BF16", "F16")}
+def ended(call: Callable[..., object]) -> Callable[..., None]:
+    """`call`, whose server is killed meanwhile."""
+
+    def work(*arguments: object, **more: object) -> None:
+        with contextlib.suppress(UnreachableError):
+            call(*arguments, **more)
+
+    return work
 
 
 @pytest.fixture
@@ -86,18 +93,24 @@ def test_three_versions_in_slimes_order_of_calls_and_then_the_end(trainer: Train
 def test_killed_in_the_middle_it_starts_again_from_the_mirror_without_the_stream(trainer: Trainer) -> None:
     with agent(trainer.root, *trainer.options) as running:
         running.client.pull(trainer.publish(), commit=True)
-        running.client.pull(trainer.publish())
+        version = trainer.publish()
+        pulling = threading.Thread(target=ended(running.client.pull), args=(version,), kwargs={"commit": True})
+        pulling.start()
+        time.sleep(0.1)
         orphans = running.workers
         running.end(signal.SIGKILL)
+        pulling.join(20)
         _, alive = psutil.wait_procs(orphans, timeout=20)
         assert alive == []
     (trainer.root / "stream").rename(trainer.root / "gone")
     with agent(trainer.root, *trainer.options) as running:
-        running.client.wait_until_ready(2, timeout=30)
-        trainer.assert_live(running, 2)
+        live = running.client.version().live
+        assert live in (version - 1, version)
+        assert running.client.is_ready(live)
+        trainer.assert_live(running, live)
         (trainer.root / "gone").rename(trainer.root / "stream")
         running.client.pull(trainer.publish(), commit=True)
-        trainer.assert_live(running, 3)
+        trainer.assert_live(running, version + 1)
 
 
 def test_a_dead_worker_is_named_and_the_next_pull_starts_its_successors(trainer: Trainer) -> None:
@@ -116,7 +129,10 @@ def test_a_dead_worker_is_named_and_the_next_pull_starts_its_successors(trainer:
 
 
 def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer: Trainer) -> None:
-    with agent(trainer.root, *trainer.options) as running:
+    occupied = trainer.root / "locals" / "occupied"
+    occupied.mkdir(parents=True)
+    (occupied / "diary.txt").write_text("dear diary")
+    with agent(trainer.root, *trainer.options, "--local-root", str(occupied.parent)) as running:
         publishing = threading.Timer(1.0, trainer.publish)
         publishing.start()
         assert running.client.pull(1, commit=True).live == 1
@@ -128,6 +144,11 @@ def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer:
         with pytest.raises(EndpointError, match="is not allowed"):
             running.reload(trainer.root / "base", 1)
         assert not (trainer.root / "elsewhere").exists()
+
+        with pytest.raises(MirrorError, match="occupied"):
+            running.client.pull(1, local_checkpoint_dir=str(occupied))
+        assert [path.name for path in occupied.iterdir() if path.name != ".weight_sync"] == ["diary.txt"]
+        trainer.assert_live(running, 1)
 
         running.client.pull(trainer.publish())
         told = running.reload(trainer.root / "local", 1)  # not what is prepared: the files are read, which are at 2

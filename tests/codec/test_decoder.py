@@ -78,7 +78,7 @@ def test_unknown_encoding(encoding, place, told):
 @pytest.mark.parametrize(
     ("stored", "error"),
     [
-        (b"GS01" + bytes(20), UnsupportedFormatError),
+        (b"GS01" + bytes(20), PayloadError),
         (b"GS02" + bytes(20), UnsupportedFormatError),
         (b"", PayloadError),
         (b"GF0", PayloadError),

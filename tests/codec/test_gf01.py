@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.codec import FULL, FULL_PLANES, STEP_PLANES, XOR, MemoryPayload, encode_gf01, open_delta, would_be
+from gpusync.codec import FULL, FULL_PLANES, XOR, MemoryPayload, encode_gf01, open_delta, would_be
 from gpusync.errors import LayoutError, PayloadError, UnsupportedFormatError
 
 FRAME = 1 << 16
@@ -213,14 +213,6 @@ def test_no_bytes_and_something_behind(decode, tail):
 def test_tensor_without_whole_elements(decode):
     with pytest.raises(PayloadError, match="elements"):
         decode(build(bytes(9), es=2), np.zeros(9, np.uint8), encoding="gpusync", element_bytes=2)
-
-
-def test_step_planes_are_not_supported_yet(decode, told):
-    with pytest.raises(UnsupportedFormatError, match="not supported") as caught:
-        decode(build(SOUND, transform=STEP_PLANES), np.zeros(len(SOUND), np.uint8), encoding="gpusync", element_bytes=2)
-    told(caught.value)
-    with pytest.raises(UnsupportedFormatError):
-        encode_gf01(np.zeros(2, np.uint8), np.ones(2, np.uint8), transform=1, element_bytes=2, float_order=True)
 
 
 @given(data=st.data())

@@ -34,4 +34,4 @@ def test_the_device_path_is_exact_under_the_interpreter():
         timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "11 passed, 1 skipped" in done.stdout
+    assert "16 passed, 1 skipped" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def test_an_update_from_end_to_end(tmp_path: Path) -> None:
         client.prepare(3)
         assert client.abort().prepared is None
         assert "gpusync_live_version 2" in client.metrics()
+
+
+def test_fifty_callers_at_once_are_one_update_and_each_gets_its_answer(tmp_path: Path) -> None:
+    backend = FakeBackend()
+    backend.prepare_s = 2.0
+    with served(tmp_path, backend) as url, ThreadPoolExecutor(50) as pool:
+        client = Client(url, timeout=30)
+        answers = list(pool.map(lambda _: client.prepare(1), range(50)))
+    assert [answer.prepared for answer in answers] == [1] * 50
+    assert backend.calls == [("prepare", 1)]
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,25 @@ class TestNothingHangs:
 
         serve(tmp_path, scenario, timeout_s=0.5)
 
+    def test_a_dead_filesystem_keeps_one_thread_however_often_it_is_asked_for(self, tmp_path, ask, monkeypatch) -> None:
+        looks, release = [], threading.Event()
+
+        def confine(path: str, roots: object, *, what: str) -> Path:
+            looks.append(path)
+            release.wait(20)
+            return Path(path)
+
+        monkeypatch.setattr(module, "confine", confine)
+
+        async def scenario(service: Service, backend: FakeBackend) -> None:
+            for version in range(1, 4):
+                with pytest.raises(UpdateTimeoutError):
+                    await service.pull(ask(version))
+            assert looks == [str(tmp_path / "stream")]
+            release.set()
+
+        serve(tmp_path, scenario, timeout_s=0.2)
+
 
 class TestPreparedState:
     def test_it_expires(self, tmp_path, ask) -> None:

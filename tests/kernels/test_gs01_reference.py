@@ -23,8 +23,7 @@ from gpusync_kernels import (
     sparse_check,
     sparse_revert,
 )
-from gpusync_kernels.gs01 import unpack_fields
-from gpusync_kernels.sparse import step_of
+from gpusync_kernels.host_numpy import step_of, unpack_fields
 from gpusync_kernels.word_order import from_order, to_order
 
 

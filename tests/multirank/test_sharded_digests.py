@@ -61,6 +61,19 @@ def test_every_size_ownership_and_algorithm_equals_the_library_on_every_rank(pla
         assert seen["wrong"] == []
 
 
+def test_bytes_may_be_supplied_in_windows_that_differ_from_rank_to_rank(played):
+    for rank, seen in enumerate(played.seen("through_windows")):
+        assert seen["wrong"] == []
+        assert seen["same traffic"] is True
+        assert seen["within"] is True
+        assert seen["once"] is True
+        copy, failing = seen["copy"], seen["failing"]
+        assert (copy["error"], copy["tensor"], copy["first_byte"]) == ("ReplicaMismatchError", "kv", 7777)
+        assert (copy["rank"], copy["like_rank"]) == (played.size - 1, 0)
+        assert failing["error"] == ("RuntimeError" if rank == 1 else "PeerFailedError")
+        assert "the supply ran dry" in failing["text"]
+
+
 def test_contiguous_ownership_passes_the_accumulator(played):
     """64 bytes from each rank to the next; sums only of the blocks that a boundary cuts, 1/16 of their bytes."""
     first = [SUMS_BYTES] * (played.size - 1) + [0]

@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from gpusync.codec import MemoryPayload, encode_gf01, encode_overwrite, encode_xor, open_delta
+from gpusync.codec import MemoryPayload, encode_gf01, encode_gs01, encode_overwrite, encode_xor, open_delta
 from gpusync.digest import digest_of
 from gpusync.errors import DigestMismatchError, Where
 from gpusync.layout import attach, named_tensors, trace
 from gpusync.store.casts import CastStore
-from gpusync.store.compact import CompactFile, CompactWriter
+from gpusync.store.compact import CompactWriter, StepFiles
 from gpusync.store.memory import HostMemory
-from gpusync.store.rank import RankStore, TensorUpdate
+from gpusync.store.operations import BlobSteps, MovedBytes, OverwriteWords, PlaneSteps, XorWords
+from gpusync.store.rank import RankStore
+from gpusync.store.tensor_update import TensorUpdate
 from gpusync.stream import element_bytes, is_float_order
 from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
 from support.models_apply import assert_same
 from support.models_layers import Ranks
 
 ALONE = Ranks()
-FORMS = ["xor", "overwrite", "gf01 xor", "gf01 planes", "gf01 full"]
+FORMS = ["xor", "overwrite", "gf01 xor", "gf01 steps", "gf01 planes", "gf01 full", "gs01"]
 
 
 def changed(state: Mapping[str, torch.Tensor], seed: int, *, share: float = 0.05) -> dict[str, torch.Tensor]:
@@ -44,9 +46,11 @@ def encode(form: str, old: np.ndarray, new: np.ndarray, dtype: str) -> bytes | N
         return encode_xor(old, new)
     if form == "overwrite":
         return encode_overwrite(old, new)
-    transform = {"gf01 xor": 0, "gf01 planes": 2, "gf01 full": 3}[form]
+    if form == "gs01":
+        return encode_gs01(old, new, element_bytes=element_bytes(dtype), float_order=is_float_order(dtype))
+    transform = {"gf01 xor": 0, "gf01 steps": 1, "gf01 planes": 2, "gf01 full": 3}[form]
     return encode_gf01(
-        old if transform == 0 else None,
+        old if transform < 2 else None,
         new,
         transform=transform,
         element_bytes=element_bytes(dtype),
@@ -81,14 +85,15 @@ class Rank:
                 payload = encode(form, old, new, spec.dtype)
                 if payload is None or np.array_equal(old, new):
                     continue
+                stored = MemoryPayload(payload)
                 decoder = open_delta(
-                    MemoryPayload(payload),
-                    encoding=form.split()[0].replace("gf01", "gpusync"),
+                    stored,
+                    encoding="gpusync" if form[0] == "g" else form,
                     nbytes=spec.nbytes,
                     element_bytes=element_bytes(spec.dtype),
                     float_order=is_float_order(spec.dtype),
                 )
-                step = writer.add(decoder, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
+                step = writer.add(decoder, stored, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
                 earlier = updates[name].steps if name in updates else ()
                 updates[name] = TensorUpdate(
                     nbytes=spec.nbytes,
@@ -99,7 +104,7 @@ class Rank:
                 )
             before = after
         writer.close()
-        return updates, CompactFile(path)
+        return updates, StepFiles(path)
 
     def live(self) -> dict[str, bytes]:
         return {name: tensor_bytes(tensor).tobytes() for name, tensor in self.params.items()}
@@ -127,23 +132,139 @@ def test_commit_equals_a_fresh_load_and_roll_back_the_old_one(tmp_path: Path, fo
     assert {name: tensor.data_ptr() for name, tensor in rank.params.items()} == addresses
 
 
-@pytest.mark.parametrize("staging_bytes", [1, 500, 1 << 30])
-def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int) -> None:
-    config = ModelConfig()
-    state = make_state(config)
-    chain, at = [], state
-    for number, form in enumerate([*FORMS, "xor", "overwrite"]):
+class Base:
+    """The old version, as the mirror of the host has it."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.reader = reader_of(state)
+
+
+def mixed_chain(state: Mapping[str, torch.Tensor]) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """A version of every form, upon each other."""
+    chain, at = [], dict(state)
+    for number, form in enumerate([*FORMS, "xor", "overwrite", "gs01"]):
         at = changed(at, number)
         chain.append((form, at))
+    return chain
+
+
+# Room for nothing, for less than most tensors, for some of them, for all: tensors go through in windows, or together.
+@pytest.mark.parametrize("staging_bytes", [1, 3000, 20_000, 1 << 30])
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int, has_base: bool) -> None:
+    config = ModelConfig()
+    state = make_state(config)
+    chain = mixed_chain(state)
     rank = Rank(config, state, staging_bytes=staging_bytes)
+    base = Base(state) if has_base else None
     before = rank.live()
-    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain))
-    rank.store.commit(prepared)
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain), base=base)
+    assert (prepared.kept == []) == has_base
+    assert (prepared.streamed_bytes > 0) == (staging_bytes < 1 << 30)
+    assert rank.live() == before
+    rank.store.commit(prepared, base=base)
     assert rank.store.verify(prepared) is None
     rank.model.post_load()
-    assert_same(rank.model, fresh_load(config, ALONE, at))
-    rank.store.roll_back(prepared)
+    assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
+    rank.store.roll_back(prepared, base=base)
     assert rank.live() == before
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 30])
+def test_a_commit_that_fails_anywhere_is_undone(
+    tmp_path: Path, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call fails after it has written some of its bytes: the n-th, for every n."""
+    config = ModelConfig()
+    state = make_state(config)
+    rank = Rank(config, state, staging_bytes=staging_bytes)
+    chain, at = [], state
+    for number, form in enumerate(["gs01", "overwrite", "gf01 planes", "gf01 steps"]):
+        at = changed(at, number)
+        chain.append((form, at))
+    base, before = Base(state), rank.live()
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain), base=base)
+    failures = 0
+    while True:
+        with monkeypatch.context() as patch:
+            calls = Failing(after=failures)
+            for kind in (XorWords, OverwriteWords, BlobSteps, PlaneSteps, MovedBytes):
+                patch.setattr(kind, "apply", calls.wrap(kind.apply))
+            try:
+                rank.store.commit(prepared, base=base)
+            except MemoryError:
+                failures += 1
+            else:
+                break
+        rank.store.roll_back(prepared, base=base)
+        assert rank.live() == before
+    assert failures >= 4
+    assert rank.store.verify(prepared) is None
+
+
+class Failing:
+    """The call number `after` does its work and then fails."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def wrap(self, real):
+        def apply(operation) -> None:
+            real(operation)
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError("no memory left")
+
+        return apply
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("form", ["xor", "gs01", "gf01 full"])
+def test_a_flipped_live_bit_is_repaired_from_the_mirror(tmp_path: Path, staging_bytes: int, form: str) -> None:
+    config = ModelConfig()
+    state = make_state(config)
+    after = changed(state, 1)
+    rank = Rank(config, state, staging_bytes=staging_bytes)
+    good, base = rank.live(), Base(state)
+    rank.params["proj.weight"].view(torch.int16)[0, 0] ^= 64
+    damaged = rank.live()
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [(form, after)]), base=base)
+    assert prepared.repaired == ([] if form == "gf01 full" else ["proj.weight"])
+    assert rank.live() == damaged
+    rank.store.commit(prepared, base=base)
+    assert rank.store.verify(prepared) is None
+    rank.model.post_load()
+    assert_same(rank.model, fresh_load(config, ALONE, after))
+    rank.store.roll_back(prepared, base=base)
+    assert rank.live() == good
+
+
+def test_a_bad_delta_is_not_taken_for_a_flipped_bit(tmp_path: Path) -> None:
+    rank = Rank(ModelConfig(), make_state(ModelConfig()))
+    update = rank.update(tmp_path / "compact", [("xor", changed(rank.state, 1))], proj_weight="0" * 32)
+    before = rank.live()
+    with pytest.raises(DigestMismatchError) as caught:
+        rank.store.prepare(*update, base=Base(rank.state))
+    assert caught.value.tensor == "proj.weight"
+    assert rank.live() == before
+
+
+def test_scratch_is_halved_until_there_is_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(ModelConfig(), make_state(ModelConfig()), staging_bytes=16 << 20)
+    real, most = rank.store.memory.empty, 3 << 20
+
+    def empty(nbytes: int) -> np.ndarray:
+        if nbytes > most:
+            raise MemoryError(f"{nbytes} bytes")
+        return real(nbytes)
+
+    monkeypatch.setattr(rank.store.memory, "empty", empty)
+    updates, _ = rank.update(tmp_path / "compact", [("xor", changed(rank.state, 1))])
+    rank.store.held_by_any = dict.fromkeys(rank.store.held_by_any, 8 << 20)
+    assert rank.store.reserve(updates) == 2 << 20
+    most = 1000
+    with pytest.raises(MemoryError):
+        rank.store.reserve(updates)
 
 
 def test_one_commit_after_another(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from gpusync.errors import GpusyncError, RefusedError
 
 
 class FakeBackend:
-    """`failures` maps "prepare", "commit" or "abort" to what it raises; `gate` holds a prepare until it is set."""
+    """`failures` maps "prepare", "commit" or "abort" to what it raises; `gate` holds a prepare until it is set, or
+    `prepare_s` seconds."""
 
     def __init__(self) -> None:
         self.live: int | None = 0
@@ -20,6 +21,7 @@ class FakeBackend:
         self.failures: dict[str, GpusyncError | Exception] = {}
         self.gate = asyncio.Event()
         self.gate.set()
+        self.prepare_s = 0.0
         self.at_once = 0
         self.most_at_once = 0
 
@@ -30,7 +32,7 @@ class FakeBackend:
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await self.gate.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.prepare_s)
             self._fail("prepare")
         finally:
             self.at_once -= 1

@@ -1,13 +1,15 @@
 """Where ranks play their scenes: a process that has imported torch once and forks a rank for every part.
 
-Run as a program it reads one request per line, {"scene", "size", "parts", "place", "timeout_s"}, and answers each with
-what every part has seen. Importing torch is what takes time, so that many short plays are cheap.
+Run as a program, with the name of a module of scenes, it reads one request per line, {"scene", "size", "parts",
+"place", "timeout_s"}, and answers each with what every part has seen. Importing torch is what takes time, so that many
+short plays are cheap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -63,11 +65,11 @@ class Part:
 class Company:
     """The process that forks, seen from a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, scenes: str = "verdict.scenes") -> None:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "kernels")])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "error", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        command = [sys.executable, "-m", "verdict.stage"]
+        command = [sys.executable, "-m", "verdict.stage", scenes]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -106,14 +108,14 @@ def serve(scenes: dict[str, Callable[[Part], Any]]) -> None:
             part = Part(number=number, size=request["size"], place=place, port=port)
             child = os.fork()
             if child == 0:
-                play_part(scenes[request["scene"]], part)
+                play_part(scenes[request["scene"]], part, request["timeout_s"])
             children.append(child)
         print(json.dumps(collect(children, place, request["timeout_s"])), flush=True)
 
 
-def play_part(scene: Callable[[Part], Any], part: Part) -> None:
+def play_part(scene: Callable[[Part], Any], part: Part, timeout_s: float) -> None:
     try:
-        faulthandler.dump_traceback_later(35)
+        faulthandler.dump_traceback_later(timeout_s - 5)
         (part.place / f"pid.{part.number}").write_text(str(os.getpid()))
         try:
             seen = scene(part)
@@ -219,6 +221,4 @@ class Proxy:
 
 
 if __name__ == "__main__":
-    from verdict import scenes
-
-    serve(scenes.SCENES)
+    serve(importlib.import_module(sys.argv[1]).SCENES)

@@ -45,7 +45,7 @@ class AgentBackend:
         try:
             workers.start()
             if place is not None:
-                workers.call("recover", _as_dict(place), only=0, path=str(place.local_checkpoint_dir))
+                self._recover(place)
             workers.call("load", _as_dict(place))
             if place is not None:
                 self._attach(place)
@@ -68,9 +68,9 @@ class AgentBackend:
     async def commit(self, version: int) -> Outcome:
         def work() -> Outcome:
             status = self.status()
-            if status.live == version and status.in_doubt is None and status.prepared is None:
-                return Outcome(message=f"version {version} is live already", status=status)
             if status.prepared != version:
+                if status.live == version and status.in_doubt is None:
+                    return Outcome(message=f"version {version} is live already", status=status)
                 found = "nothing" if status.prepared is None else f"version {status.prepared}"
                 raise RefusedError("what is to be committed is not prepared", version=version, found=found)
             return self._told(f"version {version} is live", self._workers.call("commit", {"version": version}))
@@ -98,7 +98,8 @@ class AgentBackend:
             place = self._attached
             if place is None or place.local_checkpoint_dir != local_checkpoint_dir:
                 raise RefusedError("not the local checkpoint that this agent follows", path=local_checkpoint_dir)
-            self._workers.call("recover", _as_dict(place), only=0, path=str(place.local_checkpoint_dir))
+            self._workers.call("abort")
+            self._recover(place)
             self._workers.call("load", _as_dict(place))
             self._attach(place)
             return Outcome(message="reloaded from the local checkpoint", status=self.status())
@@ -121,11 +122,19 @@ class AgentBackend:
             self._attached = None
             self.start()
         if self._attached != place:
+            self._recover(place)  # says what is wrong with the directory while all is as it was
             self._attach(place)
+
+    def _recover(self, place: Place) -> None:
+        self._workers.call("recover", _as_dict(place), only=0, path=str(place.local_checkpoint_dir))
 
     def _attach(self, place: Place) -> None:
         self._attached = None
-        self._workers.call("attach", _as_dict(place), path=str(place.local_checkpoint_dir))
+        try:
+            self._workers.call("attach", _as_dict(place), path=str(place.local_checkpoint_dir))
+        except GpusyncError as error:
+            self._workers.kill(str(error))  # what is attached in part holds back the mirror
+            raise
         self._attached = place
 
     def _told(self, message: str, reports: list[dict[str, object]]) -> Outcome:

@@ -31,7 +31,6 @@ class Follower:
 
     def recover(self, place: Place) -> None:
         """Bring the local checkpoint's files to what is durable. By one worker, before any of them loads."""
-        self.close()
         with Mirror(
             place.local_checkpoint_dir,
             base_dir=self._settings.model,

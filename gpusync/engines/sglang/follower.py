@@ -20,7 +20,6 @@ from gpusync.sync import SyncReport, WeightSync
 
 Reload = Callable[[Path], object]
 SHOWN_OPAQUE = 8
-RESET = "the local checkpoint has become the base again, which was not loaded"
 
 
 class Follower:
@@ -60,8 +59,6 @@ class Follower:
 
     def prepare(self, version: int, *, source_dir: Path, local_checkpoint_dir: Path) -> str:
         """A collective. Returns, in words, what waits for its commit."""
-        if version != 0 and self._is_reset:
-            self.forget(RESET)
         try:
             report = self._attached(source_dir, local_checkpoint_dir.resolve()).prepare(version).report
         finally:
@@ -145,18 +142,12 @@ class Follower:
         if sync is not None:
             sync.close()
 
-    @property
-    def _is_reset(self) -> bool:
-        """A new run has begun with version 0, and the weights are those of the run before."""
-        prepared = None if self._sync is None else self._sync.prepared
-        return prepared is not None and prepared.version == 0 and prepared.report.commit_path != "nothing"
-
     def _tell(self, report: SyncReport | None = None) -> None:
-        sync, unknown = self._sync, RESET if self._is_reset else self._unknown
+        sync = self._sync
         prepared = None if sync is None else sync.prepared
         self.status = {
-            "live": None if sync is None or unknown is not None else sync.version,
-            "unknown_because": unknown,
+            "live": None if sync is None or self._unknown is not None else sync.version,
+            "unknown_because": self._unknown,
             "durable": _durable(sync),
             "prepared": None if prepared is None else prepared.version,
             "commit_path": None if prepared is None else prepared.report.commit_path,

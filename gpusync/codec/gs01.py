@@ -1,0 +1,129 @@
+"""Decodes GS01 payloads, sparse steps, on the host. The layout is drawn in `gpusync_kernels.gs01`.
+
+Streams are decoded in step with the windows, those of one part of the tensor side by side, in bounded chunks; every
+check of the format is made on the way, before the window that it concerns is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync.codec.gs01_stream import Ints, StreamReader
+from gpusync.codec.payload import U8, Payload, as_bytes, read_head
+from gpusync.codec.windows import WINDOW_BYTES, WindowOrder, pieces
+from gpusync.errors import NOWHERE, PayloadError, Where
+from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Blob, head_bytes, parse_blob
+from gpusync_kernels.host import host_ops
+
+GS01_MAGIC = MAGIC
+
+
+class Gs01Decoder:
+    """Adds steps to old words and replaces words by literals, window by window. Windows hold whole elements.
+
+    `blob` is the parsed head, checked against the tensor and the payload's length; `payload` what it was read from.
+    Streams are checked as far as windows have come; `check` goes through all of them without a tensor.
+    """
+
+    needs_base = True
+
+    def __init__(self, payload: Payload, *, nbytes: int, element_bytes: int, where: Where = NOWHERE) -> None:
+        self.payload = payload
+        self.blob = _read_blob(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
+        self.unit_bytes = element_bytes
+        self._order = WindowOrder(nbytes=nbytes, unit_bytes=element_bytes, where=where)
+        self._where = where
+        self._walk = _Walk(payload, self.blob, where)
+
+    def apply(self, window: U8, offset: int) -> None:
+        self._order.advance(window, offset)
+        blob = self.blob
+        for piece, start in pieces(window, offset):
+            words = piece.view(f"<u{blob.element_bytes}")
+            for reader, index, values in self._walk.changes(start // blob.element_bytes, len(words)):
+                if reader.is_literal:
+                    words[index] = values
+                else:
+                    host_ops().add_steps(
+                        words, index, values, magnitude=reader.magnitude, order=blob.order, revert=False
+                    )
+
+    def finish(self) -> None:
+        self._order.finish()
+
+    def check(self) -> None:
+        """Every check there is, on all streams; independent of the windows. Raises `PayloadError`.
+
+        Whoever applies the blob by other means than `apply` calls it first, on bytes that cannot change meanwhile.
+        """
+        walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
+        for first in range(0, self.blob.elements, step):
+            for _ in walk.changes(first, min(step, self.blob.elements - first)):
+                pass
+
+
+class _Walk:
+    """All streams together, part by part."""
+
+    def __init__(self, payload: Payload, blob: Blob, where: Where) -> None:
+        self._payload, self._blob, self._where = payload, blob, where
+        self._by_part = np.argsort(blob.streams["part"], kind="stable")
+        self._bases = blob.base[self._by_part]
+        self._opened = 0
+        self._readers: list[StreamReader] = []
+        self._seen: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+
+    def changes(self, first: int, count: int) -> Iterator[tuple[StreamReader, Ints, npt.NDArray[Any]]]:
+        """`(stream, indices, values)` for elements [first, first + count), which indices count from the first of.
+
+        Ranges come ascending and gapless. An element that two streams change is an error.
+        """
+        stop = first + count
+        while self._opened < len(self._bases) and self._bases[self._opened] < stop:
+            number = int(self._by_part[self._opened])
+            self._readers.append(StreamReader(self._payload, self._blob, number, where=self._where))
+            self._opened += 1
+        seen = self._clear(count) if len(self._readers) > 1 else None
+        for reader in self._readers:
+            for positions, values in reader.take(stop):
+                index = positions - first
+                if seen is not None and host_ops().mark(seen, index):
+                    raise PayloadError("GS01 streams change an element twice", where=self._where)
+                yield reader, index, values
+        self._readers = [reader for reader in self._readers if reader.base + reader.span > stop]
+
+    def _clear(self, count: int) -> npt.NDArray[np.bool_]:
+        if len(self._seen) < count:
+            self._seen = np.empty(count, np.bool_)
+        self._seen[:count] = False
+        return self._seen[:count]
+
+
+def _read_blob(payload: Payload, *, nbytes: int, element_bytes: int, where: Where) -> Blob:
+    """The head, for a tensor of `nbytes` bytes; nothing is allocated for more streams than the tensor can have."""
+    start = read_head(payload, HEAD.size)
+    if len(start) < HEAD.size:
+        raise PayloadError("GS01 header is cut", where=where, expected=HEAD.size, found=len(start))
+    _, found, _, part_log2, _, elements, streams, _ = HEAD.unpack(start)
+    if found != element_bytes:
+        raise PayloadError("GS01 payload with a wrong element size", where=where, expected=element_bytes, found=found)
+    if elements * element_bytes != nbytes:
+        raise PayloadError(
+            "GS01 payload of another tensor", where=where, expected=f"{nbytes} bytes", found=elements * element_bytes
+        )
+    most = MAX_STREAMS_OF_PART * -(-elements >> part_log2) if part_log2 < 64 else 0
+    if streams > most or head_bytes(start) > payload.nbytes:
+        raise PayloadError("GS01 payload with a wrong number of streams", where=where, found=streams)
+    try:
+        blob = parse_blob(read_head(payload, head_bytes(start)), payload.nbytes)
+    except ValueError as error:
+        raise PayloadError(str(error), where=where) from error
+    end = np.empty(END_BYTES, np.uint8)
+    payload.read_into(payload.nbytes - END_BYTES, as_bytes(end))
+    if end.any():
+        raise PayloadError("GS01 padding is not zero", where=where)
+    return blob

@@ -1,0 +1,211 @@
+"""Encodes GS01 payloads: one look at both states finds the steps and what they will take, a second writes the streams.
+
+The layout is drawn in `gpusync_kernels.gs01`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync.codec.gs01_plan import CLASSES, LITERAL_CLASS, PartPlans, StreamPlan, plan_streams
+from gpusync.codec.payload import U8, Payload, as_bytes
+from gpusync.codec.windows import total_bytes
+from gpusync.errors import NOWHERE, LayoutError, Where
+from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD, LITERAL, MAGIC
+from gpusync_kernels.host import host_ops
+
+# Tensors are looked at in pieces of this many elements; a part of a blob is one piece, where changes cluster, or four.
+PIECE_LOG2 = 20
+PART_LOG2 = (22, 20)
+# Steps that have been found are kept up to this size, and found again above it.
+KEEP_BYTES = 64 << 20
+_MAX_K = 16
+_CLASS_OF = np.zeros((1 << LITERAL_CLASS) + 1, np.uint8)
+for _class in range(CLASSES):
+    _CLASS_OF[1 << _class : 2 << _class] = _class
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Changes of a stretch: ascending positions in it; sizes (unsigned), signs and classes of steps; literal words."""
+
+    positions: npt.NDArray[Any]
+    sizes: Words
+    negative: npt.NDArray[np.bool_]
+    classes: npt.NDArray[np.uint8]
+    literals: Words
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.positions, self.sizes, self.negative, self.classes, self.literals))
+
+
+class Gs01Steps:
+    """The difference of two states of a tensor, ready to be encoded.
+
+    `changed`: how many elements differ. `nbytes`: about what the blob will take. `old` and `new` are arrays or sources
+    and must not change before `encode` has returned. Holds at most KEEP_BYTES and a few pieces.
+    """
+
+    def __init__(
+        self, old: U8 | Payload, new: U8 | Payload, *, element_bytes: int, float_order: bool, where: Where = NOWHERE
+    ) -> None:
+        nbytes = total_bytes(new, nbytes=total_bytes(old, nbytes=None), where=where)
+        if element_bytes not in (1, 2, 4, 8) or nbytes % element_bytes:
+            raise LayoutError(
+                "tensor does not hold whole elements", where=where, expected=f"a multiple of {element_bytes}",
+                found=nbytes,
+            )  # fmt: skip
+        self._old, self._new = old, new
+        self._element_bytes, self._order = element_bytes, int(float_order)
+        self._elements = nbytes // element_bytes
+        self._kept: dict[int, _Steps] = {}
+        self._plan()
+
+    @property
+    def changed(self) -> int:
+        return int(self._histogram.sum())
+
+    @property
+    def nbytes(self) -> int:
+        return self._plans.nbytes
+
+    def encode(self) -> bytes:
+        """The payload. There must be a change."""
+        descriptors: list[bytes] = []
+        bodies: list[bytes] = []
+        for part in range(len(self._spans)):
+            steps = self._part(part)
+            if not len(steps.positions):
+                continue
+            for plan in [*self._plans.streams(part), None]:
+                stream = _encode_stream(steps, plan, part)
+                if stream is not None:
+                    descriptors.append(stream[0])
+                    bodies.extend(stream[1])
+        head = HEAD.pack(
+            MAGIC, self._element_bytes, self._order, self._part_log2, 0, self._elements, len(descriptors), 0
+        )
+        return b"".join((head, *descriptors, *bodies, bytes(END_BYTES)))
+
+    def _plan(self) -> None:
+        """Looks at every piece, and takes the part size that promises the smaller blob."""
+        pieces = -(-self._elements >> PIECE_LOG2)
+        self._histogram = np.zeros((pieces, CLASSES), np.int64)
+        kept = 0
+        for piece in range(pieces):
+            steps = self._find(piece)
+            self._histogram[piece] = np.bincount(steps.classes, minlength=CLASSES)
+            if kept + steps.nbytes <= KEEP_BYTES:
+                self._kept[piece] = steps
+                kept += steps.nbytes
+        best: tuple[int, Ints, PartPlans] | None = None
+        for log2 in PART_LOG2:
+            spans = np.minimum(self._elements - (np.arange(-(-self._elements >> log2)) << log2), 1 << log2)
+            starts = np.arange(0, pieces, 1 << log2 - PIECE_LOG2)
+            histogram = np.add.reduceat(self._histogram, starts) if pieces else self._histogram
+            plans = plan_streams(histogram, spans, element_bytes=self._element_bytes)
+            if best is None or plans.nbytes < best[2].nbytes:
+                best = log2, spans, plans
+        if best is not None:
+            self._part_log2, self._spans, self._plans = best
+
+    def _part(self, part: int) -> _Steps:
+        """The steps of a part, found again where they were not kept; what was kept of it is let go."""
+        pieces = range(part << self._part_log2 - PIECE_LOG2, part + 1 << self._part_log2 - PIECE_LOG2)
+        found = [
+            (piece, self._kept.pop(piece) if piece in self._kept else self._find(piece))
+            for piece in pieces
+            if piece < len(self._histogram) and self._histogram[piece].any()
+        ]
+        if len(found) == 1 and found[0][0] == pieces[0]:
+            return found[0][1]
+        first, each = pieces[0], [steps for _, steps in found]
+        offsets = [steps.positions.astype(np.int64) + (piece - first << PIECE_LOG2) for piece, steps in found]
+        empty = self._nothing()
+        return _Steps(
+            positions=np.concatenate([empty.positions, *offsets]),
+            sizes=np.concatenate([empty.sizes, *(steps.sizes for steps in each)]),
+            negative=np.concatenate([empty.negative, *(steps.negative for steps in each)]),
+            classes=np.concatenate([empty.classes, *(steps.classes for steps in each)]),
+            literals=np.concatenate([empty.literals, *(steps.literals for steps in each)]),
+        )
+
+    def _find(self, piece: int) -> _Steps:
+        start = (piece << PIECE_LOG2) * self._element_bytes
+        nbytes = min(self._element_bytes << PIECE_LOG2, self._elements * self._element_bytes - start)
+        old, new = (_stretch(side, start, nbytes) for side in (self._old, self._new))
+        positions, steps = host_ops().find_steps(old, new, element_bytes=self._element_bytes, order=self._order)
+        if not len(positions):
+            return self._nothing()
+        sizes = np.abs(steps).view(f"<u{self._element_bytes}")  # of the least integer, too, as an unsigned one
+        classes = _CLASS_OF[np.minimum(sizes, 1 << LITERAL_CLASS) if self._element_bytes > 2 else sizes]
+        literals = new.view(f"<u{self._element_bytes}")[positions[classes == LITERAL_CLASS]]
+        return _Steps(positions=positions, sizes=sizes, negative=steps < 0, classes=classes, literals=literals)
+
+    def _nothing(self) -> _Steps:
+        none = np.empty(0, f"<u{self._element_bytes}")
+        return _Steps(
+            positions=np.empty(0, "<u4"), sizes=none, negative=np.empty(0, np.bool_), classes=np.empty(0, np.uint8),
+            literals=none,
+        )  # fmt: skip
+
+
+def encode_gs01(
+    old: U8 | Payload, new: U8 | Payload, *, element_bytes: int, float_order: bool, where: Where = NOWHERE
+) -> bytes | None:
+    """The payload that turns `old` into `new`, or None if they are equal. Exact for all bit patterns."""
+    steps = Gs01Steps(old, new, element_bytes=element_bytes, float_order=float_order, where=where)
+    return steps.encode() if steps.changed else None
+
+
+def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[bytes, Iterator[bytes]] | None:
+    """A stream's descriptor and body; the literal stream without a plan. None if it would be empty."""
+    if plan is None:
+        some = np.flatnonzero(steps.classes == LITERAL_CLASS)
+        first, v, kind = 0, 0, LITERAL
+        values = np.zeros(len(some), np.uint32)
+    else:
+        some = np.flatnonzero((steps.classes >= plan.first) & (steps.classes < plan.stop))
+        first, v, kind = plan.first, plan.v, 0
+        values = (steps.sizes[some].astype(np.uint32) - np.uint32(1 << first)) << np.uint32(1)
+        values |= steps.negative[some]
+    if not len(some):
+        return None
+    positions = steps.positions[some].astype(np.int64)
+    k = _choose_k(positions, 32 - v)
+    bits, *arrays = host_ops().pack_changes(positions, values, k=k, v=v)
+    descriptor = np.array([(len(some), bits, part, first, k, v, kind)], DESCRIPTOR)
+    return descriptor.tobytes(), _body(steps.literals if plan is None else None, arrays)
+
+
+def _choose_k(positions: Ints, most: int) -> int:
+    """The low bits of a gap that take the least room, near log2(0.69 x mean gap)."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    middle = int(np.log2(max(1.0, 0.69 * float(gaps.mean()))))
+    near = range(max(0, min(middle - 1, most, _MAX_K)), min(middle + 1, most, _MAX_K) + 1)
+    return min(near, key=lambda k: int((gaps >> k).sum()) + len(gaps) * (k + 1))
+
+
+def _body(literals: Words | None, arrays: list[Any]) -> Iterator[bytes]:
+    if literals is not None:
+        yield literals.tobytes()
+        yield bytes(-literals.nbytes % 8)
+    yield from (array.tobytes() for array in arrays)
+    yield bytes(-sum(array.nbytes for array in arrays) % 8)
+
+
+def _stretch(data: U8 | Payload, start: int, nbytes: int) -> U8:
+    if isinstance(data, np.ndarray):
+        return data.reshape(-1)[start : start + nbytes]
+    read = np.empty(nbytes, np.uint8)
+    data.read_into(start, as_bytes(read))
+    return read

@@ -1,0 +1,121 @@
+"""One stream of a GS01 blob, decoded front to back in bounded chunks, every bit of it checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync.codec.payload import U8, Payload, as_bytes
+from gpusync.errors import PayloadError, Where
+from gpusync_kernels.gs01 import LITERAL, Blob
+from gpusync_kernels.host import host_ops
+from gpusync_kernels.host_numpy import BLOCK_BITS
+
+# Chunks of one part's streams together stay in a core's caches.
+_CHUNK_BLOCKS = 64
+
+Ints = npt.NDArray[np.int64]
+
+
+class StreamReader:
+    """The changes of stream `number`: ascending elements of the tensor, each with a step's value or a new word.
+
+    Raises `PayloadError` at the first bit that the layout does not allow. Holds one chunk.
+    """
+
+    def __init__(self, payload: Payload, blob: Blob, number: int, *, where: Where) -> None:
+        head = blob.streams[number]
+        self.is_literal = bool(head["kind"] == LITERAL)
+        self.magnitude = 1 << int(head["g"])
+        self.base = int(head["part"]) << blob.part_log2
+        self.span = min(blob.elements - self.base, 1 << blob.part_log2)
+        self._count, self._bits, self._k, self._v = (int(head[name]) for name in ("count", "nbits", "k", "v"))
+        self._literals_at, self._index_at, self._unary_at, self._fields_at, self._end = blob.offsets[number].tolist()
+        self._element_bytes = blob.element_bytes
+        self._payload, self._number, self._where = payload, number, where
+        self._blocks = -(-self._bits // BLOCK_BITS)
+        self._block, self._position, self._rank = 0, 0, 0
+        self._positions: Ints = np.empty(0, np.int64)
+        self._values: npt.NDArray[Any] = np.empty(0, np.uint32)
+
+    def take(self, stop: int) -> Iterator[tuple[Ints, npt.NDArray[Any]]]:
+        """`(positions, values)` of the changes below element `stop` that were not taken yet; words of a literal."""
+        while True:
+            if len(self._positions):
+                count = len(self._positions)
+                if self._positions[-1] >= stop:
+                    count = int(np.searchsorted(self._positions, stop))
+                if count:
+                    yield self._positions[:count], self._values[:count]
+                self._positions, self._values = self._positions[count:], self._values[count:]
+            if len(self._positions) or self._block == self._blocks or self.base + self._position >= stop:
+                return
+            self._decode()
+
+    def _decode(self) -> None:
+        first, stop = self._block, min(self._block + _CHUNK_BLOCKS, self._blocks)
+        bits = min(self._bits, stop * BLOCK_BITS) - first * BLOCK_BITS
+        unary = self._read(self._unary_at + first * BLOCK_BITS // 8, -(-bits // 32) * 4)
+        ones = int(np.bitwise_count(unary.view("<u4")).sum())
+        is_last = stop == self._blocks
+        if self._rank + ones > self._count or (is_last and self._rank + ones != self._count):
+            raise self._wrong("number of ones", self._count, f"{self._rank + ones} so far")
+        if is_last and int(unary.view("<u4")[-1]) >> (self._bits - 1) % 32 != 1:
+            raise self._wrong("last unary bit", "a one, and zeros behind it")
+        width = self._k + self._v
+        fields = self._read_fields(width, ones)
+        positions, values, pairs = host_ops().decode_bits(
+            unary, bits, fields, first=self._rank % 32, most=ones, k=self._k, v=self._v, position=self._position
+        )
+        self._check_index(first, stop, pairs)
+        if ones and int(positions[-1]) >= self.span:
+            raise self._wrong("position", f"below {self.span}", int(positions[-1]))
+        if is_last:
+            self._check_end(width)
+        self._values = self._read_literals(ones) if self.is_literal else values
+        self._positions = positions + self.base
+        self._block, self._position, self._rank = stop, int(pairs[-1, 0]), self._rank + ones
+
+    def _check_index(self, first: int, stop: int, pairs: Ints) -> None:
+        """Its pairs must be what the bits before them add up to, or decoding by blocks would differ."""
+        index = self._read(self._index_at + 8 * first, 8 * (stop - first)).view("<u4").reshape(-1, 2)
+        found = pairs[:-1] + np.array([0, self._rank])
+        if not np.array_equal(index, found):
+            block = int(np.argmax((index != found).any(axis=1)))
+            raise self._wrong(f"index pair {first + block}", found[block].tolist(), index[block].tolist())
+
+    def _read_fields(self, width: int, ones: int) -> U8:
+        """The words with the fields of the next ones; the first of them stands at number rank modulo 32."""
+        start = self._rank // 32 * width
+        return self._read(self._fields_at + 4 * start, 4 * (-(-(self._rank + ones) * width // 32) - start))
+
+    def _read_literals(self, ones: int) -> npt.NDArray[Any]:
+        size = self._element_bytes
+        words = self._read(self._literals_at + self._rank * size, ones * size)
+        return words.view(f"<u{size}")
+
+    def _check_end(self, width: int) -> None:
+        """Nothing but zeros behind the last field and the last literal word."""
+        used = self._count * width
+        last = self._fields_at + used // 8
+        rest = self._read(last, self._end - last)
+        if len(rest) and (int(rest[0]) >> used % 8 or rest[1:].any()):
+            raise self._wrong("padding", "zeros")
+        if self.is_literal:
+            last = self._literals_at + self._count * self._element_bytes
+            if self._read(last, self._index_at - last).any():
+                raise self._wrong("padding", "zeros")
+
+    def _read(self, offset: int, nbytes: int) -> U8:
+        data = np.empty(nbytes, np.uint8)
+        if nbytes:
+            self._payload.read_into(offset, as_bytes(data))
+        return data
+
+    def _wrong(self, field: str, expected: object, found: object = None) -> PayloadError:
+        return PayloadError(
+            f"GS01 stream {self._number} with a wrong {field}", where=self._where, expected=expected, found=found
+        )

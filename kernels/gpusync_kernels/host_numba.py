@@ -1,0 +1,187 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, unreachable"
+"""The inner loops of GS01 in numba: `host_numpy`, which documents them, bit for bit and faster.
+
+They release the interpreter lock. Positions come first, into an array, and words are changed in a second, plain loop:
+that one keeps many cache misses in flight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import int64, njit, uint32, uint64
+from numba.cpython.unsafe.numbers import trailing_zeros
+
+from gpusync_kernels.buffers import Bytes, Ints
+from gpusync_kernels.host_numpy import BLOCK_BITS, Values
+from gpusync_kernels.word_order import SIGNED, Words
+
+CACHING = "compiled code is kept on disk"
+
+
+def _compiled(function: Any) -> Any:
+    """Machine code is kept on disk where numba finds a place for it; without one it is compiled in every process."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        globals()["CACHING"] = "compiled in every process: no directory for compiled code is writable"
+        return njit(nogil=True)(function)
+
+
+def decode_bits(
+    unary: Bytes, bits: int, fields: Bytes, *, first: int, most: int, k: int, v: int, position: int
+) -> tuple[Ints, Values, Ints]:
+    most = max(min(most, bits), 0)
+    positions, values = np.empty(most, np.int64), np.empty(most, np.uint32)
+    pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
+    found = _decode(unary.view("<u4"), bits, fields.view("<u4"), first, k, v, position, positions, values, pairs)
+    return positions[:found], values[:found], pairs
+
+
+def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
+    bits = 8 * words.itemsize
+    flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
+    _add(words.view(SIGNED[words.itemsize]), index, values, magnitude, bits, flipped, int(revert))
+
+
+def mark(seen: Any, index: Ints) -> bool:
+    return bool(_mark(seen, index))
+
+
+def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tuple[Any, Words]:
+    before, after = old.view(SIGNED[element_bytes]), new.view(SIGNED[element_bytes])
+    whole = old.size - old.size % 8
+    positions, steps = np.empty(len(before), "<u4"), np.empty(len(before), SIGNED[element_bytes])
+    bits = 8 * element_bytes  # memory that is not written to is not taken
+    flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
+    sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
+    found = _find(*sides, before, after, bits, flipped, positions, steps)
+    return positions[:found].copy(), steps[:found].copy()
+
+
+def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[int, Any, Any, Any]:
+    bits = int(_unary_bits(positions, k))
+    unary = np.zeros(-(-bits // 32), "<u4")
+    fields = np.zeros(-(-len(positions) * (k + v) // 32), "<u4")
+    index = np.zeros((-(-bits // BLOCK_BITS), 2), "<u4")
+    _pack(positions, values, k, v, unary, fields, index)
+    return bits, index, unary, fields
+
+
+@_compiled
+def _find_elements(before, after, start, stop, bits, flipped, positions, steps, found):
+    top = int64(bits - 1)
+    for number in range(start, stop):
+        if before[number] != after[number]:
+            was, now = int64(before[number]), int64(after[number])
+            was ^= (was >> top) & int64(flipped)
+            now ^= (now >> top) & int64(flipped)
+            positions[found] = number
+            steps[found] = now - was
+            found += 1
+    return found
+
+
+@_compiled
+def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs):
+    found = 0
+    width, low, high = uint64(k + v), uint64((1 << k) - 1), uint64((1 << v) - 1)
+    at = uint64(first) * width
+    most, last = len(positions), len(fields) - 1
+    for number in range((bits + 31) // 32):
+        if number & 31 == 0:
+            pairs[number >> 5, 0], pairs[number >> 5, 1] = position, found
+        word = uint64(unary[number])
+        left = min(bits - 32 * number, 32)
+        if left < 32:
+            word &= (uint64(1) << uint64(left)) - uint64(1)
+        passed = 0
+        while word != 0 and found < most:
+            bit = int64(trailing_zeros(word))
+            word &= word - uint64(1)
+            position += int64(bit - passed) << k
+            passed = bit + 1
+            field = uint64(0)
+            if width != 0:
+                here = int64(at >> uint64(5))
+                field = uint64(fields[here])
+                if here < last:
+                    field |= uint64(fields[here + 1]) << uint64(32)
+                field >>= at & uint64(31)
+                at += width
+            position += int64(field & low) + 1
+            positions[found] = position - 1
+            values[found] = uint32((field >> uint64(k)) & high)
+            found += 1
+        position += int64(left - passed) << k
+    pairs[len(pairs) - 1, 0], pairs[len(pairs) - 1, 1] = position, found
+    return found
+
+
+@_compiled
+def _add(words, index, values, magnitude, bits, flipped, revert):
+    top, lost = int64(bits - 1), int64(64 - bits)
+    for number in range(len(index)):
+        value = int64(values[number])
+        size = int64(magnitude) + (value >> int64(1))
+        step = -size if (value & 1) != revert else size
+        word = int64(words[index[number]])
+        word ^= (word >> top) & int64(flipped)
+        word = ((word + step) << lost) >> lost
+        words[index[number]] = word ^ ((word >> top) & int64(flipped))
+
+
+@_compiled
+def _mark(seen, index):
+    twice = False
+    for number in range(len(index)):
+        twice |= seen[index[number]]
+        seen[index[number]] = True
+    return twice
+
+
+@_compiled
+def _find(old, new, before, after, bits, flipped, positions, steps):
+    """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
+    found, per_word = 0, 64 // bits
+    for number in range(len(old)):
+        if old[number] != new[number]:
+            found = _find_elements(
+                before, after, number * per_word, (number + 1) * per_word, bits, flipped, positions, steps, found
+            )
+    return _find_elements(before, after, len(old) * per_word, len(before), bits, flipped, positions, steps, found)
+
+
+@_compiled
+def _pack(positions, values, k, v, unary, fields, index):
+    last, bit, block, low = int64(-1), int64(0), int64(0), (int64(1) << k) - 1
+    width = k + v
+    for number in range(len(positions)):
+        gap = positions[number] - last - 1
+        zeros = gap >> k
+        while (block + 1) * 1024 <= bit + zeros:  # the block begins among these zeros, or with this one
+            block += 1
+            index[block, 0] = last + 1 + ((block * 1024 - bit) << k)
+            index[block, 1] = number
+        bit += zeros
+        unary[bit >> 5] |= uint32(1) << uint32(bit & 31)
+        bit += 1
+        last = positions[number]
+        if width != 0:
+            field = uint64(gap & low) | (uint64(values[number]) << uint64(k))
+            at = number * width
+            here = at >> 5
+            shifted = field << uint64(at & 31)
+            fields[here] |= uint32(shifted & uint64(0xFFFFFFFF))
+            if (at & 31) + width > 32:
+                fields[here + 1] |= uint32(shifted >> uint64(32))
+
+
+@_compiled
+def _unary_bits(positions, k):
+    bits, last = int64(0), int64(-1)
+    for number in range(len(positions)):
+        bits += ((positions[number] - last - 1) >> k) + 1
+        last = positions[number]
+    return bits

@@ -1,0 +1,148 @@
+"""The inner loops of GS01 in plain numpy: documentation and oracle of `host_numba`, and what runs without it.
+
+All arrays are contiguous, positions int64, field values uint32, words unsigned or signed of the element's width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpusync_kernels.buffers import Bytes, Ints
+from gpusync_kernels.word_order import SIGNED, Words, from_order, to_order
+
+BLOCK_BITS = 1024
+UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+LINE_BYTES = 64
+
+Values = npt.NDArray[np.uint32]
+
+
+def decode_bits(
+    unary: Bytes, bits: int, fields: Bytes, *, first: int, most: int, k: int, v: int, position: int
+) -> tuple[Ints, Values, Ints]:
+    """`(positions, values, pairs)` of the ones among the first `bits` bits of `unary`, at most `most` of them.
+
+    `fields` holds that of the first one as its field number `first`. `position` is the sum of what all bits before add
+    up to. Both buffers are whole u32 words. `pairs`, int64 [blocks + 1, 2], is what an index would say at every
+    1,024th bit, counted from here, and behind the last bit.
+
+    k = 1, v = 0, bits 0 1 1, fields 1 0, position 0: a zero adds 2, a one its low bits + 1, so the changes are at 3, 4
+    and the pairs (0, 0) and (5, 2)
+    """
+    ones = np.flatnonzero(np.unpackbits(unary, count=bits, bitorder="little"))[: max(most, 0)]
+    packed = unpack_fields(fields, k + v, first, len(ones))
+    sums = np.zeros(len(ones) + 1, np.int64)
+    np.cumsum((packed & np.uint32((1 << k) - 1)).astype(np.int64) + 1, out=sums[1:])
+    positions = ((ones - np.arange(len(ones))) << k) + sums[1:]
+    positions += position - 1
+    borders = np.minimum(np.arange(-(-bits // BLOCK_BITS) + 1) * BLOCK_BITS, bits)
+    ranks = np.searchsorted(ones, borders)
+    pairs = np.stack([position + ((borders - ranks) << k) + sums[ranks], ranks], 1)
+    return positions, packed >> np.uint32(k), pairs
+
+
+def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
+    """Adds to `words[index]`, which are unsigned and all different, the steps that `values` code; or takes them off."""
+    old = to_order(words[index], order)
+    steps = step_of(values, magnitude, words.itemsize)
+    words[index] = from_order(old - steps if revert else old + steps, order)
+
+
+def mark(seen: npt.NDArray[np.bool_], index: Ints) -> bool:
+    """Sets `seen[index]`; whether one of them, or two of `index`, had been set already. `index` ascends."""
+    twice = bool(seen[index].any())
+    seen[index] = True
+    return twice
+
+
+def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tuple[npt.NDArray[np.uint32], Words]:
+    """`(ascending positions of elements that differ, signed steps from old to new)` of equally long windows.
+
+    Eight bytes are compared together, and of 64 of them that are equal one look is enough: few differ, mostly.
+    """
+    kind, per_word = UNSIGNED[element_bytes], 8 // element_bytes
+    whole = old.size - old.size % LINE_BYTES
+    old_words, new_words = old[:whole].view("<u8"), new[:whole].view("<u8")
+    differ = old_words != new_words
+    lines = np.flatnonzero(differ.view("<u8"))  # eight flags, a line's words, as one
+    if 2 * len(lines) * LINE_BYTES > old.size:
+        steps = to_order(new.view(kind), order) - to_order(old.view(kind), order)
+        found = np.flatnonzero(steps)
+        return found.astype("<u4"), steps[found]
+    flags = np.flatnonzero(differ.reshape(-1, 8)[lines])
+    words = (lines * 8)[flags // 8] + flags % 8
+    before, after = old_words[words].view(kind), new_words[words].view(kind)
+    found = np.flatnonzero(before != after)
+    head = (words * per_word)[found // per_word] + found % per_word
+    old_tail, new_tail = old[whole:].view(kind), new[whole:].view(kind)
+    tail = np.flatnonzero(old_tail != new_tail)
+    before, after = np.concatenate([before[found], old_tail[tail]]), np.concatenate([after[found], new_tail[tail]])
+    positions = np.concatenate([head, tail + whole // element_bytes]).astype("<u4")
+    return positions, to_order(after, order) - to_order(before, order)
+
+
+def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[int, Any, Any, Any]:
+    """`(bits, index, unary, fields)` of one stream: ascending positions from its part's start, values below 2**v.
+
+    `index` is u32 [blocks, 2], the others u32 words; all little-endian.
+    """
+    gaps = np.diff(positions, prepend=-1) - 1
+    ones = np.cumsum(gaps >> k) + np.arange(positions.size)
+    bits = int(ones[-1]) + 1
+    flags = np.zeros(-(-bits // 32) * 32, np.uint8)
+    flags[ones] = 1
+    starts = np.arange(0, bits, BLOCK_BITS)
+    ranks = np.searchsorted(ones, starts)
+    last = np.maximum(ranks, 1) - 1
+    reached = np.where(ranks > 0, positions[last] + 1, 0)
+    passed = np.where(ranks > 0, ones[last] + 1, 0)
+    index = np.stack([reached + ((starts - passed) << k), ranks], 1).astype("<u4")
+    fields = (gaps & ((1 << k) - 1)).astype(np.uint64) | (values.astype(np.uint64) << np.uint64(k))
+    return bits, index, np.packbits(flags, bitorder="little").view("<u4"), pack_fields(fields, k + v)
+
+
+def step_of(values: Values, magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
+    """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
+    size = (values >> np.uint32(1)).astype(np.uint64) + np.uint64(magnitude)
+    step = np.where(values & np.uint32(1), ~size + np.uint64(1), size)
+    return step.astype(UNSIGNED[element_bytes]).view(SIGNED[element_bytes])
+
+
+def unpack_fields(data: Bytes, width: int, first: int, count: int) -> Values:
+    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on into little-endian u32 words."""
+    if width == 0 or count == 0:
+        return np.zeros(count, np.uint32)
+    skipped = first % 32  # 32 fields fill `width` words: every column of such a row has one shift
+    groups = -(-(skipped + count) // 32)
+    start = first // 32 * width
+    words = np.zeros(groups * width, np.uint32)
+    source = data.view("<u4")[start : start + groups * width]
+    words[: len(source)] = source
+    words = np.concatenate([words.reshape(groups, width), np.zeros((groups, 1), np.uint32)], axis=1)
+    fields = np.empty((groups, 32), np.uint32)
+    for column in range(32):
+        word, shift = divmod(column * width, 32)
+        field = words[:, word] >> np.uint32(shift)
+        if shift + width > 32:
+            field |= words[:, word + 1] << np.uint32(32 - shift)
+        fields[:, column] = field
+    return fields.reshape(-1)[skipped : skipped + count] & np.uint32((1 << width) - 1)
+
+
+def pack_fields(fields: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint32]:
+    """The inverse of `unpack_fields` from 0 on."""
+    if width == 0 or not fields.size:
+        return np.empty(0, "<u4")
+    padded = np.zeros(-(-fields.size // 32) * 32, np.uint64)
+    padded[: fields.size] = fields
+    rows = padded.reshape(-1, 32)
+    words = np.zeros((len(rows), width + 1), np.uint64)
+    for column in range(32):
+        word, shift = divmod(column * width, 32)
+        field = rows[:, column] << np.uint64(shift)
+        words[:, word] |= field & np.uint64(0xFFFFFFFF)
+        words[:, word + 1] |= field >> np.uint64(32)
+    return words[:, :width].astype("<u4").reshape(-1)[: -(-fields.size * width // 32)]

@@ -6,12 +6,16 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gpusync.endpoint import Update
 from gpusync.engines.sglang import server
+from gpusync.engines.sglang.plugin import _reload_in_turn
+from gpusync.engines.sglang.ranks import Ranks as RealRanks
 from support import sglang_fakes
 
 ASKED = {"source_dir": "/stream", "local_checkpoint_dir": "/local", "target_version": 3}
@@ -98,6 +102,32 @@ def test_ours_comes_before_a_route_of_the_same_path_and_gives_way_while_off(moun
     assert app.call("POST", "/pull_weights", json.dumps(ASKED).encode()) == "theirs /pull_weights"
     told = json.loads(app.call("GET", "/weights/engine").content)
     assert (told["success"], told["message"]) == (False, "gpusync is off: pipeline parallelism")
+
+
+def test_a_reload_waits_for_a_prepare(mounted: Any) -> None:
+    order: list[str] = []
+    ranks = Ranks()
+    update = ranks.manager.gpusync_update_communicator
+
+    async def slow(request: Any) -> Any:
+        await asyncio.sleep(0.05)
+        order.append("prepared")
+        return await update(request)
+
+    async def reload(manager: Any) -> None:
+        order.append("reloaded")
+
+    async def both() -> None:
+        preparing = asyncio.ensure_future(seen.prepare(asked))
+        await asyncio.sleep(0)
+        await _reload_in_turn(reload, ranks.manager)
+        await preparing
+
+    ranks.manager.gpusync_update_communicator = slow
+    seen = RealRanks(lambda: ranks.manager)
+    asked = Update(target_version=3, source_dir=Path("/stream"), local_checkpoint_dir=Path("/local"))
+    asyncio.run(both())
+    assert order == ["prepared", "reloaded"]
 
 
 def test_the_engines_metrics_stay_its_own(mounted: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 LOG = logging.getLogger(__name__)
@@ -13,6 +13,7 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 ANSWER = f"{SCHEDULER}.process_input_requests"
 RELOAD = f"{UPDATER}.update_weights_from_disk"
+TOKENIZER_RELOAD = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 # Whatever else changes weights, or takes their memory away.
 OTHER_UPDATES = (
@@ -43,6 +44,7 @@ def register() -> None:
         ("gpusync_look", messages.message_type("GpusyncLookReqOutput")),
     ]
     HookRegistry.register(HTTP_SERVER, mount, HookType.BEFORE)
+    HookRegistry.register(TOKENIZER_RELOAD, _reload_in_turn, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.init_request_dispatcher", _start_rank, HookType.AFTER)
     HookRegistry.register(ANSWER, _answer_requests, HookType.AFTER)
     HookRegistry.register(RELOAD, _reload, HookType.AROUND)
@@ -64,6 +66,13 @@ def _start_rank(result: object, scheduler: Any, *_: object) -> None:
             (messages.message_type("GpusyncLookReqInput"), rank.look),
         ]
     )
+
+
+async def _reload_in_turn(original: Callable[..., Awaitable[Any]], manager: Any, *args: Any, **options: Any) -> Any:
+    from gpusync.engines.sglang.ranks import turn_of
+
+    async with turn_of(manager):
+        return await original(manager, *args, **options)
 
 
 def _answer_requests(result: object, scheduler: Any, *_: object) -> None:

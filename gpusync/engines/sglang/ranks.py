@@ -17,6 +17,12 @@ LOOK_S = 5.0
 FLUSH_S = 10.0
 
 
+def turn_of(manager: Any) -> asyncio.Lock:
+    """Held while the ranks prepare: sglang's reload waits for it here, and not in the schedulers' loops."""
+    turn: asyncio.Lock = vars(manager).setdefault("gpusync_turn", asyncio.Lock())
+    return turn
+
+
 class Ranks:
     """An endpoint's `Backend`. `told` holds what each group of ranks (one, but for data parallelism) said of itself
     last; a version counts where all of them have it."""
@@ -101,7 +107,8 @@ class Ranks:
         manager = self._get_manager()
         manager.auto_create_handle_loop()
         request = messages.build("GpusyncUpdateReqInput", action=action, argument=argument)
-        answers = await manager.gpusync_update_communicator(request)
+        async with turn_of(manager):
+            answers = await manager.gpusync_update_communicator(request)
         self.told = [messages.parse_told(answer) for answer in answers]
         failed = next((each for each in self.told if not each["success"]), None)
         if failed is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ from support.sglang_server import SglangServer
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 
 VERSIONS = 6
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +202,33 @@ def test_a_cache_that_cannot_be_flushed_is_told(run: Run) -> None:
     assert run.status()["live"] == 1
     assert run.server.post("/flush_cache", {"timeout": 10})[0] == 200
     run.assert_live(1)
+
+
+def test_the_benchmark_of_serving_measures_both_phases(run: Run) -> None:
+    run.publish(1)
+    before = run.server.checksums()
+    command = [sys.executable, str(ROOT / "benchmarks/bench_serving.py"), "--url", run.server.url, "--version=1"]
+    done = subprocess.run(
+        [
+            *command,
+            "--source-dir",
+            run.source,
+            "--local-checkpoint-dir",
+            run.local,
+            "--repeats=2",
+            "--idle-s=1",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))},
+    )
+    assert done.returncode == 0, done.stderr
+    idle, preparing = json.loads(done.stdout)["reports"][0]["rows"]
+    assert (idle["while"], preparing["while"]) == ("idle", "a prepare")
+    assert idle["gaps"] > 0
+    assert idle["p50 ms"] <= idle["p99 ms"] <= idle["max ms"]
+    assert run.status()["prepared"] is None
+    assert run.server.checksums() == before

@@ -96,14 +96,16 @@ class SglangServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def get(self, path: str, *, timeout_s: float = 60) -> Reply:
-        return self._ask(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}"), timeout_s)
+        return self._ask(urllib.request.Request(self.url + path), timeout_s)
 
     def post(self, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float = 120) -> Reply:
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
         return self._ask(request, timeout_s)
 
     def _ask(self, request: urllib.request.Request, timeout_s: float) -> Reply:
@@ -125,7 +127,7 @@ class SglangServer:
         """While a request runs that has said its first token; gives a function that reads how many more it says."""
         body = {"input_ids": [5, 6, 7, 8], "sampling_params": _greedy(count), "stream": True}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/generate",
+            self.url + "/generate",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )

@@ -161,8 +161,8 @@ class Follower:
 def _durable(sync: WeightSync | None) -> int | None:
     try:
         return None if sync is None else sync.durable_version
-    except RefusedError:
-        return None  # known to the leader of a host alone
+    except GpusyncError:
+        return None  # known to the leader of a host alone, and never worth failing an update that has succeeded
 
 
 def _no_reload(directory: Path) -> None:

@@ -20,10 +20,12 @@ def test_two_versions(
 ) -> None:
     reference = make_reference(make(), 2, root=tmp_path, python=sglang_python, tp=tp)
     log = tmp_path / "server.log"
-    with SglangServer(sglang_python, reference.base, log=log, site=sglang_site, tp=tp) as server:
+    flags = ("--enable-metrics",)
+    with SglangServer(sglang_python, reference.base, log=log, site=sglang_site, tp=tp, flags=flags) as server:
         run = begin_run(server, reference, tmp_path)
         run.publish_ours(2)
         for version in (1, 2):
             assert run.update(version)["commit_path"] == "in place"
         (group,) = server.get("/weights/engine")[1]["groups"]
         assert group["bytes_by_class"]["opaque"] == 0
+        assert "gpusync_live_version 2.0" in server.get("/metrics/")[1]["text"]

@@ -6,7 +6,6 @@ Made while the server starts: sglang makes models under process-wide settings, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ from gpusync.layout import (
     trace,
 )
 from gpusync.layout.targets import iterate_attributes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedModel:
-    """`model` serves; `layout` is that of its twin."""
-
-    model: torch.nn.Module
-    layout: LayoutMap
-    base_dir: Path
 
 
 class Runners(torch.nn.Module):
@@ -72,15 +62,16 @@ def make_twin(runner: Any) -> torch.nn.Module:
 
 def resolve_base(runners: Iterable[tuple[str, Any]]) -> Path:
     """The directory that the models were loaded from. Raises RefusedError if there are several."""
-    paths = {role: str(runner.model_config.model_path) for role, runner in runners}
-    if len(set(paths.values())) > 1:
-        raise RefusedError("a draft model was loaded from another checkpoint", expected=paths["target"], found=paths)
-    path = Path(paths["target"])
+    configs = [runner.model_config for _, runner in runners]
+    paths = list(dict.fromkeys(str(config.model_path) for config in configs))
+    if len(paths) > 1:
+        raise RefusedError("a draft model was loaded from another checkpoint", expected=paths[0], found=paths[1])
+    path = Path(paths[0])
     if path.is_dir():
         return path.resolve()
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(paths["target"], local_files_only=True)).resolve()
+    return Path(snapshot_download(paths[0], revision=configs[0].revision, local_files_only=True)).resolve()
 
 
 def _load(runner: Any, twin: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]) -> None:

@@ -26,6 +26,7 @@ class Ranks:
 
     def __init__(self, *, off: str | None = None) -> None:
         self.off, self.asked = off, []
+        self.info: dict[str, object] = {}
         self.manager = SimpleNamespace(
             auto_create_handle_loop=lambda: None,
             gpusync_look_communicator=self._look,
@@ -76,7 +77,9 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def mount(app: App, ranks: Ranks) -> App:
         module = sys.modules["sglang.srt.entrypoints"].http_server
         vars(module).update(
-            app=app, Response=SimpleNamespace, _global_state=SimpleNamespace(tokenizer_manager=ranks.manager)
+            app=app,
+            Response=SimpleNamespace,
+            _global_state=SimpleNamespace(tokenizer_manager=ranks.manager, scheduler_info=ranks.info),
         )
         server.mount()
         return app
@@ -124,10 +127,22 @@ def test_a_reload_waits_for_a_prepare(mounted: Any) -> None:
         await preparing
 
     ranks.manager.gpusync_update_communicator = slow
-    seen = RealRanks(lambda: ranks.manager)
+    seen = RealRanks(lambda: ranks.manager, get_off=lambda: None)
     asked = Update(target_version=3, source_dir=Path("/stream"), local_checkpoint_dir=Path("/local"))
     asyncio.run(both())
     assert order == ["prepared", "reloaded"]
+
+
+def test_ranks_that_may_not_understand_are_sent_nothing(mounted: Any) -> None:
+    ranks = Ranks()
+    ranks.info["gpusync_off"] = "rank 1 did not come"
+    ranks.manager = SimpleNamespace()
+    app = mounted(App(), ranks)
+    reply = app.call("POST", "/pull_weights", json.dumps(ASKED).encode())
+    assert reply.status_code == 400
+    assert "rank 1 did not come" in json.loads(reply.content)["message"]
+    assert json.loads(app.call("GET", "/weights/version").content)["live"] is None
+    assert app.call("GET", "/weights/ready").status_code == 503
 
 
 def test_the_engines_metrics_stay_its_own(mounted: Any) -> None:

@@ -46,6 +46,7 @@ def register() -> None:
     HookRegistry.register(HTTP_SERVER, mount, HookType.BEFORE)
     HookRegistry.register(TOKENIZER_RELOAD, _reload_in_turn, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.init_request_dispatcher", _start_rank, HookType.AFTER)
+    HookRegistry.register(f"{SCHEDULER}.get_init_info", _tell_whether_off, HookType.AFTER)
     HookRegistry.register(ANSWER, _answer_requests, HookType.AFTER)
     HookRegistry.register(RELOAD, _reload, HookType.AROUND)
     for name in OTHER_UPDATES:
@@ -66,6 +67,12 @@ def _start_rank(result: object, scheduler: Any, *_: object) -> None:
             (messages.message_type("GpusyncLookReqInput"), rank.look),
         ]
     )
+
+
+def _tell_whether_off(result: dict[str, Any], scheduler: Any, *_: object) -> None:
+    """To the HTTP process, with what sglang tells it: it must not ask ranks that would not understand."""
+    rank = getattr(scheduler, "gpusync_rank", None)
+    result["gpusync_off"] = "the plugin did not start" if rank is None else rank.off
 
 
 async def _reload_in_turn(original: Callable[..., Awaitable[Any]], manager: Any, *args: Any, **options: Any) -> Any:

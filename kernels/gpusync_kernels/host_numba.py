@@ -53,10 +53,12 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     before, after = old.view(SIGNED[element_bytes]), new.view(SIGNED[element_bytes])
     whole = old.size - old.size % 8
     positions, steps = np.empty(len(before), "<u4"), np.empty(len(before), SIGNED[element_bytes])
-    bits = 8 * element_bytes  # memory that is not written to is not taken
+    bits = 8 * element_bytes
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
     sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
     found = _find(*sides, before, after, bits, flipped, positions, steps)
+    if 2 * found > len(before):
+        return positions[:found], steps[:found]
     return positions[:found].copy(), steps[:found].copy()
 
 

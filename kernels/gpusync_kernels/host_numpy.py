@@ -16,6 +16,7 @@ from gpusync_kernels.word_order import SIGNED, Words, from_order, to_order
 BLOCK_BITS = 1024
 UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 LINE_BYTES = 64
+_DENSE_WORDS = 1 << 16
 
 Values = npt.NDArray[np.uint32]
 
@@ -69,9 +70,7 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     differ = old_words != new_words
     lines = np.flatnonzero(differ.view("<u8"))  # eight flags, a line's words, as one
     if 2 * len(lines) * LINE_BYTES > old.size:
-        steps = to_order(new.view(kind), order) - to_order(old.view(kind), order)
-        found = np.flatnonzero(steps)
-        return found.astype("<u4"), steps[found]
+        return _find_dense(old.view(kind), new.view(kind), order)
     flags = np.flatnonzero(differ.reshape(-1, 8)[lines])
     words = (lines * 8)[flags // 8] + flags % 8
     before, after = old_words[words].view(kind), new_words[words].view(kind)
@@ -82,6 +81,18 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     before, after = np.concatenate([before[found], old_tail[tail]]), np.concatenate([after[found], new_tail[tail]])
     positions = np.concatenate([head, tail + whole // element_bytes]).astype("<u4")
     return positions, to_order(after, order) - to_order(before, order)
+
+
+def _find_dense(old: Words, new: Words, order: int) -> tuple[npt.NDArray[np.uint32], Words]:
+    """All steps are computed, a stretch at a time; those of zero are left out."""
+    positions, steps = [], []
+    for start in range(0, len(old), _DENSE_WORDS):
+        stretch = slice(start, start + _DENSE_WORDS)
+        each = to_order(new[stretch], order) - to_order(old[stretch], order)
+        found = np.flatnonzero(each)
+        positions.append((found + start).astype("<u4"))
+        steps.append(each[found])
+    return np.concatenate(positions), np.concatenate(steps)
 
 
 def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[int, Any, Any, Any]:

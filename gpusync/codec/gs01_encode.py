@@ -19,10 +19,10 @@ from gpusync.errors import NOWHERE, LayoutError, Where
 from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD, LITERAL, MAGIC
 from gpusync_kernels.host import host_ops
 
-# Tensors are looked at in pieces of this many elements; a part of a blob is one, 4 or 16 of them: small
+# Tensors are looked at in pieces of this many elements; a part of a blob is 4 or 16 of them: small
 # parts follow changes that cluster.
 PIECE_LOG2 = 18
-PART_LOG2 = (22, 20, 18)
+PART_LOG2 = (22, 20)
 # Steps that have been found are kept up to this size, and found again above it.
 KEEP_BYTES = 64 << 20
 # Not even those of one piece, if they are more than this share of it.
@@ -113,14 +113,14 @@ class Gs01Steps:
                 kept += steps.nbytes
         best: tuple[int, Ints, PartPlans] | None = None
         for log2 in PART_LOG2:
-            if self._elements <= 1 << log2 - 1 and log2 > PIECE_LOG2:
+            if self._elements <= 1 << log2 - 1 and log2 != PART_LOG2[-1]:
                 continue  # smaller parts are as good
             spans = np.minimum(self._elements - (np.arange(-(-self._elements >> log2)) << log2), 1 << log2)
             starts = np.arange(0, pieces, 1 << log2 - PIECE_LOG2)
             histogram = np.add.reduceat(self._histogram, starts) if pieces else self._histogram
             plans = plan_streams(histogram, spans, element_bytes=self._element_bytes)
             # Smaller parts cost next to nothing where changes are dense, and hold the memory down.
-            is_dense = log2 == 20 and self.changed > _DENSE * self._elements
+            is_dense = self.changed > _DENSE * self._elements
             if best is None or is_dense or plans.nbytes < best[2].nbytes:
                 best = log2, spans, plans
         if best is not None:

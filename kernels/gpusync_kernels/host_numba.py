@@ -30,13 +30,22 @@ def _compiled(function: Any) -> Any:
 
 
 def decode_bits(
-    unary: Bytes, bits: int, fields: Bytes, *, first: int, most: int, k: int, v: int, position: int
+    unary: Bytes,
+    bits: int,
+    fields: Bytes,
+    *,
+    first: int,
+    most: int,
+    k: int,
+    v: int,
+    position: int,
+    want_pairs: bool = True,
 ) -> tuple[Ints, Values, Ints]:
     most = max(min(most, bits), 0)
     positions, values = np.empty(most, np.int64), np.empty(most, np.uint32)
     pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
     found = _decode(unary.view("<u4"), bits, fields.view("<u4"), first, k, v, position, positions, values, pairs)
-    return positions[:found], values[:found], pairs
+    return positions[:found], values[:found], pairs if want_pairs else pairs[:0]
 
 
 def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:

@@ -393,6 +393,8 @@ def test_the_report_tells_what_was_done(engine: Engine) -> None:
     assert min(report.wire_bytes, report.compact_bytes, report.touched_bytes, report.peak_staging_bytes) > 0
     assert json.loads(json.dumps(report.as_dict()))["commit_path"] == "in place"
     assert report.verified == "checksums"
+    assert f"gpusync_last_wire_bytes {report.wire_bytes}\n" in report.prometheus_text()
+    assert 'gpusync_last_seconds{stage="commit"}' in report.prometheus_text()
 
 
 def test_a_target_behind_is_refused(engine: Engine) -> None:

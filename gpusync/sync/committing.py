@@ -16,7 +16,7 @@ def commit_in_place(rank: Rank, prepared: Prepared, clock: Clock) -> None:
         raise RefusedError("nothing was prepared", version=prepared.version)
 
     def write() -> None:
-        live.store.commit(update, base=prepared.base)
+        live.store.commit(update)
         live.recompute(update.names)
         with clock.stage("fingerprint"):
             wrong = live.store.verify(update) if rank.verifies_after else None
@@ -39,7 +39,7 @@ def roll_back(rank: Rank, prepared: Prepared) -> None:
 
     def undo() -> None:
         if update is not None:
-            rank.live.store.roll_back(update, base=prepared.base)
+            rank.live.store.roll_back(update)
             rank.live.recompute(update.names)
 
     if not guard(undo).ok:

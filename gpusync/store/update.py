@@ -32,8 +32,8 @@ class PreparedUpdate:
     """A verified update that waits for its commit.
 
     `base` reads what was live before. `chains` hold what stays where the params are, by tensor number, in proportion to
-    what changed. `streamed` tensors are loaded again from `files` in the commit, in bounded steps; `repaired` ones, whose
-    live bytes were damaged, are first written whole. What a commit has begun and not finished is `begun`.
+    what changed. `streamed` tensors are loaded again from `files` in the commit, in bounded steps; `repaired` ones,
+    whose live bytes were damaged, are first written whole. What a commit has begun and not finished is `begun`.
     """
 
     names: tuple[str, ...]

@@ -138,10 +138,10 @@ def test_beside_the_params_there_is_the_staging_budget_and_what_changed(tmp_path
     most = STAGING + (2 + 6) * case.changed // 2 + SMALL
     assert case.memory.peak_bytes <= most
     assert case.memory.live_bytes <= (2 + 6) * case.changed // 2 + SMALL
-    case.store.commit(prepared, base=case)
+    case.store.commit(prepared)
     assert case.memory.peak_bytes <= most
     assert case.live() == case.slices(case.new)
-    case.store.roll_back(prepared, base=case)
+    case.store.roll_back(prepared)
     assert case.live() == case.slices(case.old)
     del prepared
     assert case.memory.live_bytes == 0
@@ -153,10 +153,10 @@ def test_a_dense_change_is_applied_in_bounded_steps_and_says_so(tmp_path: Path, 
     case.memory.reset_peak()
     prepared = case.store.prepare(case.updates, case.files, base=case)
     assert prepared.streamed_bytes > STAGING
-    case.store.commit(prepared, base=case)
+    case.store.commit(prepared)
     assert case.memory.peak_bytes <= 2 * STAGING
     assert case.live() == case.slices(case.new)
-    case.store.roll_back(prepared, base=case)
+    case.store.roll_back(prepared)
     assert case.live() == case.slices(case.old)
 
 
@@ -171,7 +171,7 @@ def test_the_host_takes_twice_the_compact_form_and_the_budget(tmp_path: Path) ->
         path.mkdir()
         updates, compact_bytes = case._updates(path / "compact", "xor")
         prepared = case.store.prepare(updates, StepFiles(path / "compact"), base=case)
-        case.store.commit(prepared, base=case)
+        case.store.commit(prepared)
         peak = tracemalloc.get_traced_memory()[1] - kept
     finally:
         tracemalloc.stop()

@@ -55,8 +55,8 @@ def _die_after(step: str) -> None:
 
     original = getattr(RankStore, step)
 
-    def dying(self, *arguments):
-        done = original(self, *arguments)
+    def dying(self, *arguments, **options):
+        done = original(self, *arguments, **options)
         if _is_here():
             Path(os.environ["FAULT_MARK"]).touch()
             os.kill(os.getpid(), signal.SIGKILL)

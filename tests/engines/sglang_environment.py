@@ -5,7 +5,7 @@ of torch, and then the wheel alone. `python tests/engines/sglang_environment.py`
 Python; `find_python` only looks. It lies in a cache under a digest of everything that goes into it.
 """
 
-from __future__ import annotations
+from __future__ import argparse
 
 import hashlib
 import os
@@ -97,7 +97,10 @@ def _pip(python: Path, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, help="where to; by default in the cache")
+    chosen = parser.parse_args().directory
     try:
-        print(make_python(Path(sys.argv[1]) if len(sys.argv) > 1 else default_directory()))
+        print(make_python(default_directory() if chosen is None else chosen))
     except CannotInstallError as error:
         sys.exit(f"no environment for sglang: {error}")

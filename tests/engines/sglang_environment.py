@@ -5,8 +5,9 @@ of torch, and then the wheel alone. `python tests/engines/sglang_environment.py`
 Python; `find_python` only looks. It lies in a cache under a digest of everything that goes into it.
 """
 
-from __future__ import argparse
+from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re

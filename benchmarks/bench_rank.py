@@ -47,10 +47,7 @@ COLUMNS = 4096
 REPETITIONS = 3
 UPLOAD_BYTES_PER_S = 10e9  # assumed: one thread that copies from the page cache to pinned memory
 CHAIN_S_PER_BYTE = 10.3e-3 / 2**30  # as in kernels/README.md
-HEADER = (
-    "form", "changed %", "compact MB", "prepare ms", "predicted", "commit ms", "predicted ", "verify ms",
-    "predicted  ", "roll back ms", "peak MB", "predicted   ", "calls", "result",
-)  # fmt: skip
+HEADER = ("form", "changed %", "compact MB", "what", "found", "predicted", "result")
 
 Words = np.ndarray
 
@@ -72,15 +69,17 @@ def rank_report(device: Any | None, *, nbytes: int, toy: bool) -> Report:
     rank = Rank(tensors=max(VARIANTS, nbytes // tensor_bytes), tensor_bytes=tensor_bytes, device=device or "cpu")
     with tempfile.TemporaryDirectory(prefix="bench-rank-") as temporary:
         rows = [
-            rank.row(Path(temporary), form, density, repetitions=1 if toy else REPETITIONS)
+            row
             for form in FORMS
             for density in DENSITIES
+            for row in rank.rows(Path(temporary), form, density, repetitions=1 if toy else REPETITIONS)
         ]
     applier, decoder = rank.store.memory.backend
-    notes = [f"applier: {applier}", f"decoder: {decoder}", "predicted: an H200 at this size, as kernels/README.md does"]
-    notes += [
-        f"prepare is predicted with {UPLOAD_BYTES_PER_S / 1e9:.0f} GB/s into pinned memory, and without host work; "
-        "peak: beside the params"
+    notes = [
+        f"applier: {applier}; decoder: {decoder}",
+        "predicted: for an H200, from the bytes that must move, as kernels/README.md does; prepare also with "
+        f"{UPLOAD_BYTES_PER_S / 1e9:.0f} GB/s into pinned memory, and without host work",
+        "peak: the most that was held beside the params",
     ]
     if device is None:
         notes.append("CPU tensors: no figure here is of a GPU")
@@ -142,59 +141,62 @@ class Rank:
     def nbytes(self) -> int:
         return self.tensors * self.tensor_bytes
 
-    def row(self, work: Path, form: str, density: float, *, repetitions: int) -> dict[str, object]:
+    def rows(self, work: Path, form: str, density: float, *, repetitions: int) -> list[dict[str, object]]:
+        """One for each thing that is measured; only one, without figures, where a byte was wrong."""
         row: dict[str, object] = {"form": form, "changed %": 100 * density}
         target = self._target(work / f"{form}-{density}", form, density)
+        row["compact MB"] = target.compact_bytes / 1e6
         try:
-            return row | self._measure(target, form, repetitions)
+            found = self._measure(target, repetitions)
         except ValueError as error:
             self._reset()
-            return row | {"result": f"WRONG: {error}"}
+            return [row | {"result": f"WRONG: {error}"}]
         finally:
             target.files.close()
+        predicted = self._predicted(target)
+        return [
+            row | {"what": what, "found": value, "predicted": predicted.get(what), "result": "exact"}
+            for what, value in found.items()
+        ]
 
-    def _measure(self, target: Target, form: str, repetitions: int) -> dict[str, object]:
+    def _measure(self, target: Target, repetitions: int) -> dict[str, float]:
+        """Medians; the first time, which compiles and warms up, is not counted."""
         store = self.store
-        prepare_s, commit_s, verify_s, back_s = [], [], [], []
-        peak = calls = 0
+        taken: list[dict[str, float]] = []
         for _ in range(1 + repetitions):
             store.memory.reset_peak()
-            held = store.memory.live_bytes
-            spent, prepared = self._timed(lambda: store.prepare(target.updates, target.files))
-            prepare_s.append(spent)
-            calls = len(prepared.operations)
-            self._compare(self._on_device, "prepare has written")
-            commit_s.append(self._timed(lambda prepared=prepared: store.commit(prepared))[0])
+            held, times = store.memory.live_bytes, {}
+            times["prepare, ms"], prepared = self._timed(lambda: store.prepare(target.updates, target.files))
+            self._compare(self._on_device, "prepare")
+            times["commit, ms"], _ = self._timed(lambda prepared=prepared: store.commit(prepared))
             self._compare(target.after, "commit")
-            spent, wrong = self._timed(lambda prepared=prepared: store.verify(prepared))
-            verify_s.append(spent)
+            times["verify after it, ms"], wrong = self._timed(lambda prepared=prepared: store.verify(prepared))
             if wrong is not None:
                 raise ValueError(f"verify takes `{wrong}` for wrong")
-            peak = max(peak, store.memory.peak_bytes - held)
-            back_s.append(self._timed(lambda prepared=prepared: store.roll_back(prepared))[0])
+            times["peak, MB"] = (store.memory.peak_bytes - held) / 1e6
+            times["calls of a commit"] = len(prepared.operations)
+            times["roll back, ms"], _ = self._timed(lambda prepared=prepared: store.roll_back(prepared))
             self._compare(self._on_device, "roll-back")
-        del prepared
-        predicted = self._predicted(target, form)
-        measured = {"prepare": prepare_s, "commit": commit_s, "verify": verify_s, "roll back": back_s}
-        times = {f"{name} ms": 1e3 * median(each[1:]) for name, each in measured.items()}
-        return {**times, **predicted, "peak MB": peak / 1e6, "calls": calls, "result": "exact"}
+            taken.append(times)
+            del prepared
+        return {what: median(times[what] for times in taken[1:]) for what in taken[0]}
 
-    def _predicted(self, target: Target, form: str) -> dict[str, object]:
+    def _predicted(self, target: Target) -> dict[str, float]:
         """The bytes that must move, by what a copy was seen to reach on an H200 elsewhere."""
         density = target.changed / (self.tensor_bytes // 2 * self.tensors)
         touched = self.nbytes * (1 - (1 - density) ** 16)
         compact, chain_s = target.compact_bytes, self.tensor_bytes * CHAIN_S_PER_BYTE
-        apply_bytes = 2 * touched + compact
+        apply_s = (2 * touched + compact) / COPY_BYTES_PER_S
         room = min(STAGING_BYTES // 2, self.nbytes)
-        batches = -(-self.nbytes // room)
-        sums = self.nbytes * 17 / 16
-        prepare_s = (2 * self.nbytes + apply_bytes + 2 * sums) / COPY_BYTES_PER_S + 2 * batches * chain_s
+        digest_s = self.nbytes * 17 / 16 / COPY_BYTES_PER_S + -(-self.nbytes // room) * chain_s
+        scratch_s = 2 * self.nbytes / COPY_BYTES_PER_S
         return {
-            "compact MB": compact / 1e6,
-            "predicted": 1e3 * (prepare_s + compact / UPLOAD_BYTES_PER_S),
-            "predicted ": 1e3 * apply_bytes / COPY_BYTES_PER_S,
-            "predicted  ": 1e3 * (sums / COPY_BYTES_PER_S + batches * chain_s),
-            "predicted   ": (compact + room * 17 / 16) / 1e6,
+            "prepare, ms": 1e3 * (scratch_s + apply_s + 2 * digest_s + compact / UPLOAD_BYTES_PER_S),
+            "commit, ms": 1e3 * apply_s,
+            "verify after it, ms": 1e3 * digest_s,
+            "roll back, ms": 1e3 * apply_s,
+            "peak, MB": (compact + room * 17 / 16) / 1e6,
+            "calls of a commit": 1,
         }
 
     def _target(self, path: Path, form: str, density: float) -> Target:
@@ -249,11 +251,12 @@ class Rank:
         return torch.from_numpy(words.view(np.int16)).to(self.device)
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """(milliseconds, what it returned)"""
         self.store.memory.synchronise()
         began = time.perf_counter()
         result = work()
         self.store.memory.synchronise()
-        return time.perf_counter() - began, result
+        return 1e3 * (time.perf_counter() - began), result
 
 
 def changed(words: Words, density: float, seed: int) -> Words:

@@ -79,10 +79,11 @@ def main(
 def scales(axis: str, size: str) -> list[Scale]:
     """The points of an axis, smallest first: around one middle point, or up to the largest model."""
     largest, toy = SIZES[size], size == "toy"
-    middle = Scale(nbytes=largest // 4, changes=largest // (8 * 64))  # 1.6 % of a middle model's elements
+    # 1 % of the smallest model's elements. More would share cache lines there, and only there.
+    middle = Scale(nbytes=largest // 4, changes=largest // (2 * 16 * 100))
     values: Mapping[str, Sequence[int]] = {
-        "size": [largest // 4, largest] if toy else [largest // 32, largest // 8, largest // 4, largest // 2, largest],
-        "changes": [middle.changes, 4 * middle.changes] if toy else [middle.changes * 4**n // 16 for n in range(5)],
+        "size": [largest // 4, largest] if toy else [largest // 16, largest // 8, largest // 4, largest // 2, largest],
+        "changes": [middle.changes, 4 * middle.changes] if toy else [middle.changes * 4**n // 4 for n in range(4)],
         "tensors": [16, 64] if toy else [4, 16, 64, 256, 1024, 4096],
         "chain": [1, 2] if toy else [1, 2, 4, 8],
         "ranks": [1, 2] if toy else [1, 2, 4],

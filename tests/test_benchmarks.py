@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,7 @@ from rich.console import Console
 from gpusync.demo.checkpoints import check_equal
 from gpusync.errors import DigestMismatchError
 from gpusync.stream import OpenFiles, read_checkpoint
-
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+from support.scripts import BENCHMARKS, run_benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +72,9 @@ def test_a_synthetic_stream_repeats_with_its_seed_and_does_not_depend_on_the_win
 
 
 def test_bench_pull_measures_every_part_and_verifies(tmp_path):
-    told = json.loads(_run("bench_pull.py", "--size", "toy", "--repeats", "1", "--work-dir", str(tmp_path), "--json"))
+    told = json.loads(
+        run_benchmark("bench_pull.py", "--size", "toy", "--repeats", "1", "--work-dir", str(tmp_path), "--json")
+    )
     (report,) = told["reports"]
     parts = {row["part"]: row for row in report["rows"]}
     assert {"read the base", "decode zstd", "xor", "digest", "write the spool", "write in place", "pull"} <= set(parts)
@@ -92,7 +91,7 @@ def test_bench_pull_measures_every_part_and_verifies(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["overwrite", "gpusync"])
 def test_bench_pull_has_no_floor_for_the_other_encodings(tmp_path, encoding):
-    told = _run(
+    told = run_benchmark(
         "bench_pull.py", "--size=toy", "--repeats=1", f"--encoding={encoding}", "--csv", f"--work-dir={tmp_path}"
     )
     parts = [row["part"] for row in csv.DictReader(io.StringIO(told))]
@@ -138,18 +137,3 @@ def test_the_memory_of_a_watched_command_is_what_it_held(tmp_path):
     assert 60e6 < peak < 150e6
     with pytest.raises(subprocess.CalledProcessError):
         harness.run_watched([sys.executable, "-c", "raise SystemExit(3)"])
-
-
-def _run(script: str, *options: str) -> str:
-    # The checkout need not be installed; the benchmark's own child processes inherit the path.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

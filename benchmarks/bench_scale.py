@@ -3,9 +3,9 @@
 One quantity grows, the others stay; each point is a stream of its own, followed on the live path (`WeightSync`) and on
 the disk path (`pull`, then a reload of all tensors), on the same data. Two claims are judged by slopes of logarithms:
 the commit does not depend on the size of the model at a fixed number of changes (`verify="before"`: with
-"before+after" the changed tensors are read again, which does), and is at most linear in the changes. A third is counted: how
-many calls a commit makes does not depend on the number of tensors. Every followed state is compared with the published
-one; if one is wrong, no figure is printed.
+"before+after" the changed tensors are read again, which does), and is at most linear in the changes. A third is
+counted: how many calls a commit makes does not depend on the number of tensors. Every followed state is compared with
+the published one; if one is wrong, no figure is printed.
 """
 
 from __future__ import annotations

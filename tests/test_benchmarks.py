@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,7 @@ from rich.console import Console
 from gpusync.demo.checkpoints import check_equal
 from gpusync.errors import DigestMismatchError
 from gpusync.stream import OpenFiles, read_checkpoint
-
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+from support.scripts import BENCHMARKS, run_benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +72,9 @@ def test_a_synthetic_stream_repeats_with_its_seed_and_does_not_depend_on_the_win
 
 
 def test_bench_pull_measures_every_part_and_verifies(tmp_path):
-    told = json.loads(_run("bench_pull.py", "--size", "toy", "--repeats", "1", "--work-dir", str(tmp_path), "--json"))
+    told = json.loads(
+        run_benchmark("bench_pull.py", "--size", "toy", "--repeats", "1", "--work-dir", str(tmp_path), "--json")
+    )
     (report,) = told["reports"]
     parts = {row["part"]: row for row in report["rows"]}
     assert {"read the base", "decode zstd", "xor", "digest", "write the spool", "write in place", "pull"} <= set(parts)
@@ -92,7 +91,7 @@ def test_bench_pull_measures_every_part_and_verifies(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["overwrite", "gpusync"])
 def test_bench_pull_has_no_floor_for_the_other_encodings(tmp_path, encoding):
-    told = _run(
+    told = run_benchmark(
         "bench_pull.py", "--size=toy", "--repeats=1", f"--encoding={encoding}", "--csv", f"--work-dir={tmp_path}"
     )
     parts = [row["part"] for row in csv.DictReader(io.StringIO(told))]
@@ -140,25 +139,10 @@ def test_the_memory_of_a_watched_command_is_what_it_held(tmp_path):
         harness.run_watched([sys.executable, "-c", "raise SystemExit(3)"])
 
 
-def _run(script: str, *options: str) -> str:
-    # The checkout need not be installed; the benchmark's own child processes inherit the path.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_bench_wire_compares_encodings_on_a_stream_and_over_densities(tmp_path):
     plot = tmp_path / "sweep.png"
     options = ("--model", "demo", "--lr", "1e-5", "--no-fp8", "--sweep", "200000", "--plot", str(plot), "--json")
-    streams, sweep = json.loads(_run("bench_wire.py", *options))["reports"]
+    streams, sweep = json.loads(run_benchmark("bench_wire.py", *options))["reports"]
     assert [row["sync"] for row in streams["rows"]] == ["0-1 bf16", "8-9 bf16", "0-8 bf16"]
     for row in streams["rows"]:
         assert 0 < row["gpusync %"] < row["xor %"] < row["overwrite %"] < 100
@@ -173,7 +157,7 @@ def test_bench_wire_compares_encodings_on_a_stream_and_over_densities(tmp_path):
 
 
 def test_bench_codec_verifies_and_compares_with_xor():
-    (report,) = json.loads(_run("bench_codec.py", "--size", "toy", "--repeats", "1", "--json"))["reports"]
+    (report,) = json.loads(run_benchmark("bench_codec.py", "--size", "toy", "--repeats", "1", "--json"))["reports"]
     rows = {row["payload"]: row for row in report["rows"]}
     assert {"xor, zstd-1", "GS01, numpy"} <= set(rows)
     ours = rows["GS01, numpy"]

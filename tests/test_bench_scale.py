@@ -68,12 +68,18 @@ def test_a_version_changes_as_many_elements_as_it_says_in_every_tensor(scaling: 
 
 
 def test_what_is_wrong_has_no_figure(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flush = scaling.WeightSync.flush
+    flush, models = scaling.WeightSync.flush, []
+
+    class Watched(scaling.RowShards):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            models.append(self)
 
     def spoil(sync: Any, *arguments: Any) -> None:
         flush(sync, *arguments)
-        next(sync._live._model.parameters()).data[0, 0] += 1
+        next(models[0].parameters()).data[0, 0] += 1
 
+    monkeypatch.setattr(scaling, "RowShards", Watched)
     monkeypatch.setattr(scaling.WeightSync, "flush", spoil)
     scale = scaling.Scale(nbytes=1 << 18, changes=500, tensors=4)
     with pytest.raises(ValueError, match="is wrong"):

@@ -183,8 +183,8 @@ class Mirror:
         return path
 
     def drop_scratch(self, path: Path) -> None:
+        """It is removed when versions are next received here, or at the end: not now, in somebody's pause."""
         self._scratch.discard(path.name)
-        io.remove_tree(path)
 
     def hold(self, version: int) -> None:
         """Keep `version` and later ones out of the files, in every process, until `release` or this process's end.

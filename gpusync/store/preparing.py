@@ -15,7 +15,7 @@ from gpusync.layout import ReadTensor
 from gpusync.store.casts import CastBatch
 from gpusync.store.compact import Step
 from gpusync.store.fingerprint import fingerprint
-from gpusync.store.load import LoadedStep, Request, Span, is_dense, load, span_of
+from gpusync.store.load import LoadedStep, Request, is_dense, load, span_of
 from gpusync.store.operations import bind_operations, held_by
 from gpusync.store.restore import write_back
 from gpusync.store.update import ExpectedPart, PreparedUpdate
@@ -91,7 +91,7 @@ class Preparing:
         watch.lap("digest")
         self._keep(batch, kept, streamed)
         found = fingerprint(packed, [scratch], store.sizes(batch), memory=store.memory)
-        prepared.expected.append(ExpectedPart(names=batch, fingerprints=found))
+        prepared.expected.append(ExpectedPart(names=batch, fingerprints=found, table=table, buffers=buffers))
 
     def _attempt_in_windows(self, batch: tuple[str, ...], casts: CastBatch, damaged: Mapping[str, ReadTensor]) -> None:
         store, prepared, watch = self.store, self.prepared, self.prepared.watch
@@ -105,10 +105,10 @@ class Preparing:
         watch.lap("digest")
         chain = self._chain(batch[0], table)
         self._keep(batch, {} if chain is None else {0: chain}, [batch[0]] if chain is None else [])
-        for span, part in spans_of(table, windows.window_bytes):
+        for part in spans_of(table, windows.window_bytes):
             rows, made = windows.take(part.rows)
             found = fingerprint(SegmentTable(rows), made, store.sizes(batch), memory=store.memory)
-            prepared.expected.append(ExpectedPart(names=batch, fingerprints=found, span=span))
+            prepared.expected.append(ExpectedPart(names=batch, fingerprints=found, table=part, buffers=buffers))
 
     def _apply(
         self, batch: tuple[str, ...], table: SegmentTable, buffers: Sequence[Any]
@@ -227,19 +227,18 @@ def request_of(prepared: PreparedUpdate, name: str, step: Step, number: int, row
     return Request(number=number, step=step, tensor_bytes=update.nbytes, rows=rows, where=update.where)
 
 
-def spans_of(table: SegmentTable, room: int) -> Iterator[tuple[Span | None, SegmentTable]]:
-    """A tensor's segments in parts of at most `room` bytes, cut at whole KiB of the tensor, with the bytes of it that
-    each part covers; None for all of them."""
+def spans_of(table: SegmentTable, room: int) -> Iterator[SegmentTable]:
+    """A tensor's segments in parts of at most `room` bytes, cut at whole KiB of the tensor."""
     if table.nbytes <= room:
         if len(table):
-            yield None, table
+            yield table
         return
     start, stop = span_of(table.rows)
     step = max(room // BLOCK_BYTES, 1) * BLOCK_BYTES
     for at in range(start // BLOCK_BYTES * BLOCK_BYTES, stop, step):
         part = table.clipped(at, at + step)
         if len(part):
-            yield (at, at + step), part
+            yield part
 
 
 def _on_destination(table: SegmentTable, number: int) -> SegmentTable:

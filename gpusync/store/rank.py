@@ -144,10 +144,7 @@ class RankStore:
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
         for part in prepared.expected:
-            table, buffers = self.live(part.names)
-            if part.span is not None:
-                table = table.clipped(*part.span)
-            now = fingerprint(table, buffers, self.sizes(part.names), memory=self.memory)
+            now = fingerprint(part.table, part.buffers, self.sizes(part.names), memory=self.memory)
             wrong = first_difference(part.fingerprints, now)
             if wrong is not None:
                 return part.names[wrong]
@@ -243,7 +240,7 @@ class RankStore:
         for name in prepared.streamed:
             prepared.begun.add(name)
             table, buffers = self.live([name])
-            for _, part in spans_of(table, self._staging_bytes // 2):
+            for part in spans_of(table, self._staging_bytes // 2):
                 for step in prepared.updates[name].steps:
                     chains = load([request_of(prepared, name, step, 0, part.rows)], prepared.files, self.memory)
                     for operation in bind_operations(chains, part, buffers, self.memory, revertible=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,18 @@ from gpusync.store.load import LoadedStep
 from gpusync.store.operations import Operation
 from gpusync.store.restore import OldBytes
 from gpusync.store.tensor_update import TensorUpdate
+from gpusync_kernels import SegmentTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedPart:
-    """What tensors will hold here after the commit: fingerprints by position in `names`; of bytes [from, to) of a
-    tensor that went through the scratch in windows."""
+    """What tensors will hold here after the commit: fingerprints by position in `names`, of what `table` has of them
+    in the live `buffers`."""
 
     names: tuple[str, ...]
     fingerprints: Mapping[int, Fingerprint]
-    span: tuple[int, int] | None = None
+    table: SegmentTable
+    buffers: Sequence[Any]
 
 
 @dataclass(slots=True, kw_only=True)

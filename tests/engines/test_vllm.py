@@ -44,7 +44,7 @@ def test_it_says_what_it_can_do_before_anything_was_pulled(server: VllmServer, r
     status, about = server.get("/weights/engine")
     assert status == 200
     assert about["message"] == "gpusync is on"
-    ((first, second),) = about["engines"]
+    ((first, second),) = about["ranks"]
     for rank in (first, second):
         assert rank["base_dir"] == str(reference.base)
         counted = rank["bytes_by_class"]

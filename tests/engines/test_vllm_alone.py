@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.hf_models import llama
-from support.vllm_run import Run, begin_run, make_reference
+from support.vllm_run import begin_run, make_reference
 from support.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
@@ -25,7 +25,7 @@ def test_repacked_weights_are_committed_by_a_reload(vllm_python: Path, vllm_site
     reference = make_reference(llama(), 2, root=tmp_path, python=vllm_python, site=vllm_site, plain=False)
     log = tmp_path / "server.log"
     with VllmServer(vllm_python, reference.base, log=log, site=vllm_site, plain=False) as server:
-        (((rank,),),) = [server.get("/weights/engine")[1]["engines"]]
+        ((rank,),) = server.get("/weights/engine")[1]["ranks"]
         assert rank["bytes_by_class"]["opaque"] > 0
         run = begin_run(server, reference, tmp_path)
         run.publish(1, 2)

@@ -105,7 +105,9 @@ def make_service(ranks: Ranks, settings: Settings) -> Service:
 def make_routes(ranks: Ranks, service: Service, *, token: str | None) -> Routes:
     async def about(request: HttpRequest) -> HttpReply:
         message = "gpusync is on" if ranks.off is None else f"gpusync is off: {ranks.off}"
-        return json_reply(200, {"success": ranks.off is None, "message": message, "engines": ranks.told})
+        groups = [engine[0] for engine in ranks.told]
+        told = {"success": ranks.off is None, "message": message, "groups": groups, "ranks": ranks.told}
+        return json_reply(200, told)
 
     return Routes(service, token=token, more={("GET", "/weights/engine"): about})
 

@@ -111,7 +111,7 @@ def test_a_prepare_that_fails_on_any_worker_of_any_engine_has_failed(engine: int
 def test_a_commit_that_fails_on_one_engine_leaves_them_all_paused() -> None:
     client = FakeEngine()
     client.answers = _failing("commit", 1, 0)
-    with pytest.raises(RefusedError, match="differ now.*wrong.*0: 1, 1: 0"):
+    with pytest.raises(RefusedError, match=r"differ now.*wrong.*0: 1, 1: 0"):
         asyncio.run(_updated(_ranks(client)))
     assert "resume_generation" not in client.events
     assert "update_weight_version 1" not in client.events
@@ -174,3 +174,20 @@ def test_a_rank_that_is_off_turns_it_off() -> None:
             await ranks.prepare(UPDATE)
 
     asyncio.run(refused())
+
+
+def test_nothing_is_known_of_an_engine_that_has_died() -> None:
+    client = FakeEngine()
+
+    async def look() -> None:
+        ranks = _ranks(client)
+        await ranks.start()
+        assert (await ranks.refresh()).live == 0
+
+        def die(*_: object) -> dict[str, Any]:
+            raise ConnectionError("the engine has died")
+
+        client.answers = die
+        assert (await ranks.refresh()).live is None
+
+    asyncio.run(look())

@@ -106,7 +106,9 @@ class Ranks:
                 self._looking = asyncio.ensure_future(self._ask("look", {}))
             try:
                 self.told = await asyncio.wait_for(asyncio.shield(self._looking), LOOK_S)
-            except asyncio.TimeoutError:
+            # Whatever a dead engine's client raises: nothing is known of its ranks then, and they are not ready.
+            except Exception as error:  # noqa: BLE001
+                LOG.warning("gpusync: the ranks have not answered: %s: %s", type(error).__name__, error)
                 self.told = ()
         return self._gauged()
 

@@ -55,19 +55,24 @@ class Middleware:
         self._server = scope.get("app", self._server)
         if scope["type"] == "lifespan":
             await self._app(scope, receive, self._starting(send))
-            return
-        if scope["type"] == "http" and (scope["method"], scope["path"]) in self._routes.handlers.keys() - NOT_OURS:
+        elif scope["type"] == "http":
+            await self._handle(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if (scope["method"], path) in self._routes.handlers.keys() - NOT_OURS:
             await self._ranks.start()
             await self._ranks.refresh()
-            await self._ours(scope, receive, send)
+            await self._ours({**scope, "path": path}, receive, send)
             return
-        if scope["type"] == "http" and scope["method"] == "POST":
-            try:
-                receive = await self._make_way(scope, receive)
-            except GpusyncError as error:
-                await send_reply(send, failure_reply(400, f"{scope['path']} was not called: {error}"))
-                return
-        await self._app(scope, receive, send)
+        try:
+            receive = await self._make_way(path, scope, receive)
+        except GpusyncError as error:
+            await send_reply(send, failure_reply(400, f"{path} was not called: {error}"))
+        else:
+            await self._app(scope, receive, send)
 
     def _starting(self, send: Send) -> Send:
         """Before the server says that it has started, the ranks have."""
@@ -79,11 +84,10 @@ class Middleware:
 
         return sending
 
-    async def _make_way(self, scope: Scope, receive: Receive) -> Receive:
+    async def _make_way(self, path: str, scope: Scope, receive: Receive) -> Receive:
         """Tell the ranks, if this request changes weights. Returns where its body can be read from."""
-        path = scope["path"]
-        is_update = path in OTHER_UPDATES
-        if path in BY_BODY:
+        is_update = path in OTHER_UPDATES and scope["method"] == "POST"
+        if path in BY_BODY and scope["method"] == "POST":
             body = await _read_body(receive)
             receive = _replaying(body, receive)
             is_update = not _is_look(body, *BY_BODY[path])

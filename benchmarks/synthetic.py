@@ -78,6 +78,24 @@ def write_next(before_dir: Path, directory: Path, settings: Settings, *, step: i
     return changed
 
 
+def make_weights(shape: tuple[int, ...], *, seed: int) -> Bf16:
+    """One tensor as `write_base` makes them, in memory."""
+    rng = np.random.default_rng(seed)
+    if len(shape) == 1:
+        return _truncated(1 + 0.1 * rng.standard_normal(shape[0], np.float32))
+    weights = rng.standard_normal(shape, np.float32) * _row_scales(seed, 0, shape[0])[:, None]
+    return _truncated(weights.reshape(-1))
+
+
+def make_step(words: Bf16, density: float, *, seed: int) -> Bf16:
+    """The tensor one step later, as `write_next` makes it."""
+    moved = words.copy()
+    units = units_per_exponent(density)
+    for start, size in _windows(words.size):
+        _move(moved[start : start + size], units, np.random.default_rng([seed, start]))
+    return moved
+
+
 def decoder_layout(nbytes: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama-like model of about `nbytes` in bf16, never more than that but for the smallest."""
     hidden, feed_forward, kv, vocabulary = (2048, 5632, 512, 32_000) if nbytes > 500_000_000 else (256, 704, 64, 2_000)

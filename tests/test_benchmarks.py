@@ -79,11 +79,11 @@ def test_bench_pull_measures_every_part_and_verifies(tmp_path):
     (report,) = told["reports"]
     parts = {row["part"]: row for row in report["rows"]}
     assert {"read the base", "decode zstd", "xor", "digest", "write the spool", "write in place", "pull"} <= set(parts)
-    alone = [
-        row["wall s"] for part, row in parts.items() if part not in ("floor: the sum", "pull") and "rival" not in part
-    ]
+    others = ("floor: the sum", "pull", "pull, gpusync")
+    alone = [row["wall s"] for part, row in parts.items() if part not in others and "rival" not in part]
     assert parts["floor: the sum"]["wall s"] == pytest.approx(sum(alone))
     assert 0 < parts["pull"]["anonymous MB"] < 400
+    assert "pull, gpusync" in parts
     assert any("pull over floor" in note for note in report["notes"])
     assert any("bit for bit" in note for note in report["notes"])
     assert {"CPU", "RAM", "GPU", "software", "filesystem", "commit"} <= set(told["machine"])
@@ -153,3 +153,29 @@ def _run(script: str, *options: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_bench_wire_compares_encodings_on_a_stream_and_over_densities(tmp_path):
+    plot = tmp_path / "sweep.png"
+    options = ("--model", "demo", "--lr", "1e-5", "--no-fp8", "--sweep", "200000", "--plot", str(plot), "--json")
+    streams, sweep = json.loads(_run("bench_wire.py", *options))["reports"]
+    assert [row["sync"] for row in streams["rows"]] == ["0-1 bf16", "8-9 bf16", "0-8 bf16"]
+    for row in streams["rows"]:
+        assert 0 < row["gpusync %"] < row["xor %"] < row["overwrite %"] < 100
+        assert row["of xor"] == pytest.approx(row["gpusync %"] / row["xor %"])
+        assert 1 < row["of order 0"] < row["of by exponent"]
+    by_density = {row["changed %"]: row for row in sweep["rows"]}
+    assert by_density[0]["form"] == "unchanged"
+    assert by_density[1]["chosen %"] == by_density[1]["GS01 %"] < by_density[1]["step planes %"]
+    assert by_density[100]["chosen %"] == by_density[100]["step planes %"] < by_density[100]["full %"]
+    assert len([note for note in sweep["notes"] if note.endswith("met)")]) == 2
+    assert not plot.exists() or plot.stat().st_size > 1000
+
+
+def test_bench_codec_verifies_and_compares_with_xor():
+    (report,) = json.loads(_run("bench_codec.py", "--size", "toy", "--repeats", "1", "--json"))["reports"]
+    rows = {row["payload"]: row for row in report["rows"]}
+    assert {"xor, zstd-1", "GS01, numpy"} <= set(rows)
+    ours = rows["GS01, numpy"]
+    assert ours["apply, xor's over it"] == pytest.approx(rows["xor, zstd-1"]["apply s"] / ours["apply s"])
+    assert any("bit for bit" in note for note in report["notes"])

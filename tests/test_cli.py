@@ -166,7 +166,7 @@ def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) 
 
 
 @pytest.mark.parametrize(
-    ("encoding", "form"), [("xor", "xor"), ("overwrite", "overwrite"), ("gpusync", "GF01 "), (None, "BF16[64, 48]")]
+    ("encoding", "form"), [("xor", "xor"), ("overwrite", "overwrite"), ("gpusync", "GS01"), (None, "BF16[64, 48]")]
 )
 def test_inspect_a_version_by_tensor(run, site, encoding: str | None, form: str) -> None:
     new = write_checkpoint(site.base.with_name("new"), changed(site.state, 1))
@@ -279,9 +279,8 @@ def test_a_hook_beside_the_user_is_found_and_does_not_print_into_json(site, stat
     options = ["--local-checkpoint-dir", site.local, "--base-dir", site.base, "--source-dir", site.source]
     command = [sys.executable, "-c", code, "pull", *map(str, options), "--pre-read-hook", name, "--json"]
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), str(root / "kernels")))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target_version"] == 3
     for text in ("imported", "printed", "written", "by another process"):

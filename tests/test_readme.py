@@ -10,15 +10,19 @@ import shlex
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 import gpusync
 from gpusync import errors
 from gpusync.cli import main
 from gpusync.cli.main import cli
+from gpusync.codec import MemoryPayload, apply_whole
 from gpusync.endpoint.client import Client
 from gpusync.engines.module import weight_sync
 from gpusync.trainers import named_tensors
+from support.gf01 import decode_gf01
+from support.gs01 import decode_gs01
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -190,3 +194,21 @@ def test_every_error_exists() -> None:
         assert issubclass(getattr(errors, name), errors.GpusyncError)
     for field in re.findall(r"`([a-z]+)`", text):
         assert hasattr(errors.GpusyncError(""), field)
+
+
+@pytest.mark.parametrize(
+    ("form", "old", "new"),
+    [
+        ("gs01", [0, 0x3F80, 2, 3, 4, 0x8001, 6, 7], [0, 0x3F81, 2, 3, 4, 0x8003, 6, 7]),
+        ("gf01", [0x3F80, 0x8001], [0x3F81, 0x8003]),
+    ],
+)
+def test_the_examples_of_payloads_decode(form: str, old: list[int], new: list[int]) -> None:
+    (text,) = (text for language, text in BLOCKS if language == form)
+    payload = bytes.fromhex("".join(line.split("|")[0] for line in text.splitlines()))
+    before, after = (np.array(words, "<u2").view(np.uint8) for words in (old, new))
+    target = before.copy()
+    apply_whole(MemoryPayload(payload), target, encoding="gpusync", element_bytes=2, float_order=True)
+    np.testing.assert_array_equal(target, after)
+    independent = {"gs01": decode_gs01, "gf01": decode_gf01}[form]
+    np.testing.assert_array_equal(independent(payload, before, "BF16"), after)

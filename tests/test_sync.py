@@ -361,7 +361,7 @@ def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
     engine.sync.close()
     engine.start(decode_in_process=False)
     engine.sync.pull(1)
-    helper = engine.sync._host._decoder
+    helper = engine.sync._rank.host._decoder
     os.kill(helper.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while helper.pid is not None and time.monotonic() < deadline:
@@ -393,6 +393,8 @@ def test_the_report_tells_what_was_done(engine: Engine) -> None:
     assert min(report.wire_bytes, report.compact_bytes, report.touched_bytes, report.peak_staging_bytes) > 0
     assert json.loads(json.dumps(report.as_dict()))["commit_path"] == "in place"
     assert report.verified == "checksums"
+    assert f"gpusync_last_wire_bytes {report.wire_bytes}\n" in report.prometheus_text()
+    assert 'gpusync_last_seconds{stage="commit"}' in report.prometheus_text()
 
 
 def test_a_target_behind_is_refused(engine: Engine) -> None:
@@ -407,8 +409,8 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
 def test_an_exception_in_the_commit_is_rolled_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.publish()
     prepared = engine.sync.prepare(1)
-    real = engine.sync._live.store.verify
-    monkeypatch.setattr(engine.sync._live.store, "verify", lambda update: real(update) or "proj.weight")
+    real = engine.sync._rank.live.store.verify
+    monkeypatch.setattr(engine.sync._rank.live.store, "verify", lambda update: real(update) or "proj.weight")
     with pytest.raises(DigestMismatchError):
         engine.sync.commit(prepared)
     engine.assert_live(0)

@@ -13,6 +13,7 @@ import click
 from gpusync.cli.output import json_option, print_json, printable
 from gpusync.mirror import state
 from gpusync.stream import filesystem_type, has_atomic_rename, is_local
+from gpusync_kernels.host import host_ops, host_ops_reason
 
 PACKAGES = (
     "gpusync", "numpy", "zstandard", "xxhash", "blake3", "safetensors", "torch", "triton", "nvidia-nvcomp-cu13",
@@ -82,6 +83,7 @@ def _packages() -> Facts:
 def _backends() -> Facts:
     return {
         "host": "used: zstandard, numpy and xxhash on the CPU",
+        "host_loops": f"{host_ops().name}: {host_ops_reason()}",
         "device": "not built yet: this version has the disk path only",
     }
 

@@ -35,7 +35,11 @@ DIRECTORY = click.Path(path_type=Path)
     help="Publish all of NEW with its side files, a new start for chains; without --base, NEW has to be complete.",
 )
 @click.option(
-    "--encoding", type=click.Choice(ENCODINGS), default="xor", show_default=True, help="slime reads xor and overwrite."
+    "--encoding",
+    type=click.Choice(ENCODINGS),
+    default="gpusync",
+    show_default=True,
+    help="slime's receiver reads xor and overwrite.",
 )
 @click.option("--checksum", type=click.Choice(ALGORITHMS), default="xxh3-128", show_default=True, help="Of new states.")
 @click.option(

@@ -18,8 +18,9 @@ from gpusync.errors import NOWHERE, Where
 UNCHANGED = "unchanged"
 GS01 = "GS01"
 
-# Share of the tensor up to which GS01 is taken without a look at step planes.
-_SPARSE = 0.25
+# Shares of the tensor: up to the first GS01 is taken without a look at step planes, up to the second a sample of them
+# decides whether they are encoded too, above it they always are.
+_SPARSE, _DENSE = 0.10, 0.25
 # Below this share no full form is looked at, not even in a sample.
 _NEGLIGIBLE = 0.03
 
@@ -81,13 +82,20 @@ class _Options:
 
 def _choose_steps(old: U8 | Payload, new: U8 | Payload, steps: Gs01Steps, options: _Options, nbytes: int) -> _Candidate:
     """What is made of the difference: GS01 where it is sparse, else the smaller of GS01 and step planes."""
-    if steps.nbytes <= _SPARSE * nbytes:
+    share = steps.nbytes / max(1, nbytes)
+    if share <= _SPARSE or (share <= _DENSE and _promised_planes(old, new, options, nbytes) >= share):
         return steps.encode(), GS01
     planes = options.encode(old, new, STEP_PLANES)
     if len(planes[0]) <= steps.nbytes:
         return planes
     sparse = steps.encode()
     return (sparse, GS01) if len(sparse) < len(planes[0]) else planes
+
+
+def _promised_planes(old: U8 | Payload, new: U8 | Payload, options: _Options, nbytes: int) -> float:
+    """What step planes take of the tensor, by a sample."""
+    before, after = _sample(old, nbytes), _sample(new, nbytes)
+    return len(options.encode(before, after, STEP_PLANES)[0]) / max(1, len(after))
 
 
 def _choose_full(new: U8 | Payload, best: _Candidate | None, options: _Options, nbytes: int) -> _Candidate:

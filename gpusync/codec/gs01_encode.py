@@ -19,11 +19,15 @@ from gpusync.errors import NOWHERE, LayoutError, Where
 from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD, LITERAL, MAGIC
 from gpusync_kernels.host import host_ops
 
-# Tensors are looked at in pieces of this many elements; a part of a blob is one piece, where changes cluster, or four.
-PIECE_LOG2 = 20
+# Tensors are looked at in pieces of this many elements; a part of a blob is 4 or 16 of them: small
+# parts follow changes that cluster.
+PIECE_LOG2 = 18
 PART_LOG2 = (22, 20)
 # Steps that have been found are kept up to this size, and found again above it.
 KEEP_BYTES = 64 << 20
+# Not even those of one piece, if they are more than this share of it.
+_KEEP_SHARE = 0.5
+_DENSE = 0.05
 _MAX_K = 16
 _CLASS_OF = np.zeros((1 << LITERAL_CLASS) + 1, np.uint8)
 for _class in range(CLASSES):
@@ -103,17 +107,21 @@ class Gs01Steps:
         kept = 0
         for piece in range(pieces):
             steps = self._find(piece)
-            self._histogram[piece] = np.bincount(steps.classes, minlength=CLASSES)
-            if kept + steps.nbytes <= KEEP_BYTES:
+            self._histogram[piece] = _count_classes(steps.classes)
+            if steps.nbytes <= _KEEP_SHARE * (self._element_bytes << PIECE_LOG2) and kept + steps.nbytes <= KEEP_BYTES:
                 self._kept[piece] = steps
                 kept += steps.nbytes
         best: tuple[int, Ints, PartPlans] | None = None
         for log2 in PART_LOG2:
+            if self._elements <= 1 << log2 - 1 and log2 != PART_LOG2[-1]:
+                continue  # smaller parts are as good
             spans = np.minimum(self._elements - (np.arange(-(-self._elements >> log2)) << log2), 1 << log2)
             starts = np.arange(0, pieces, 1 << log2 - PIECE_LOG2)
             histogram = np.add.reduceat(self._histogram, starts) if pieces else self._histogram
             plans = plan_streams(histogram, spans, element_bytes=self._element_bytes)
-            if best is None or plans.nbytes < best[2].nbytes:
+            # Smaller parts cost next to nothing where changes are dense, and hold the memory down.
+            is_dense = self.changed > _DENSE * self._elements
+            if best is None or is_dense or plans.nbytes < best[2].nbytes:
                 best = log2, spans, plans
         if best is not None:
             self._part_log2, self._spans, self._plans = best
@@ -185,6 +193,14 @@ def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[b
     bits, *arrays = host_ops().pack_changes(positions, values, k=k, v=v)
     descriptor = np.array([(len(some), bits, part, first, k, v, kind)], DESCRIPTOR)
     return descriptor.tobytes(), _body(steps.literals if plan is None else None, arrays)
+
+
+def _count_classes(classes: npt.NDArray[np.uint8]) -> Ints:
+    """Stretch by stretch: each is widened to eight bytes a class."""
+    counts = np.zeros(CLASSES, np.int64)
+    for start in range(0, len(classes), 1 << 16):
+        counts += np.bincount(classes[start : start + (1 << 16)], minlength=CLASSES)
+    return counts
 
 
 def _choose_k(positions: Ints, most: int) -> int:

@@ -19,7 +19,8 @@ from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD
 LITERAL_CLASS = 15
 CLASSES = LITERAL_CLASS + 1
 
-_STREAM_BITS = 8 * DESCRIPTOR.itemsize + 64  # and about as much padding and unused bits
+# Beside its descriptor a stream has an index pair at least, and about 8 bytes of padding and unused bits.
+_STREAM_BITS = 8 * (DESCRIPTOR.itemsize + 16)
 # A Rice-coded position takes about log2(gap) + 1.5 bits, and its share of the index.
 _POSITION_BITS = 1.5
 _INDEX_SHARE = 1 + 64 / 1024
@@ -59,17 +60,22 @@ def field_bits(first: int, stop: int) -> int:
     return 1 + ((1 << stop) - (1 << first) - 1).bit_length()
 
 
+_FIELD_BITS = np.array(
+    [[field_bits(first, max(stop, first + 1)) for stop in range(CLASSES)] for first in range(CLASSES)]
+)
+
+
 def plan_streams(histogram: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], *, element_bytes: int) -> PartPlans:
     """`histogram` [parts, CLASSES]: changes of each class; `spans` [parts]: elements of each part."""
     counts = np.zeros((len(histogram), CLASSES), np.int64)
     np.cumsum(histogram[:, :LITERAL_CLASS], axis=1, out=counts[:, 1:])
+    costs = _bits(counts[:, None, :] - counts[:, :, None], spans[:, None, None], _FIELD_BITS)
     best = np.zeros((len(histogram), CLASSES))
     starts = np.zeros((len(histogram), CLASSES), np.int64)
     for stop in range(1, CLASSES):
-        widths = np.array([field_bits(first, stop) for first in range(stop)])
-        costs = best[:, :stop] + _bits(counts[:, stop, None] - counts[:, :stop], spans[:, None], widths)
-        starts[:, stop] = np.argmin(costs, axis=1)
-        best[:, stop] = np.min(costs, axis=1)
+        up_to = best[:, :stop] + costs[:, :stop, stop]
+        starts[:, stop] = up_to.argmin(axis=1)
+        best[:, stop] = up_to.min(axis=1)
     literals = _bits(histogram[:, LITERAL_CLASS], spans, np.array(8 * element_bytes))
     nbytes = HEAD.size + END_BYTES + int((best[:, -1] + literals).sum() / 8)
     return PartPlans(nbytes=nbytes, _starts=starts, _counts=counts)

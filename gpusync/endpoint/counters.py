@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from gpusync.endpoint.backend import Status
+from gpusync.metrics import report_lines
 
 KINDS = ("pull", "commit", "abort")
 
@@ -46,18 +47,5 @@ def metrics_text(counters: Counters, status: Status, *, is_ready: bool, is_busy:
     lines.append("# TYPE gpusync_request_seconds_total counter")
     for kind, seconds in counters.seconds.items():
         lines.append(f'gpusync_request_seconds_total{{kind="{kind}"}} {seconds:.6f}')
-    lines += _report_lines(counters.last_report)
+    lines += report_lines(counters.last_report)
     return "\n".join(lines) + "\n"
-
-
-def _report_lines(report: Mapping[str, object]) -> Iterator[str]:
-    """Numbers of the last update: seconds by stage, bytes by class, and whatever else it counted in bytes."""
-    for name, label in (("seconds", "stage"), ("bytes_by_class", "class")):
-        values = report.get(name)
-        if isinstance(values, Mapping) and values:
-            yield f"# TYPE gpusync_last_{name} gauge"
-            yield from (f'gpusync_last_{name}{{{label}="{each}"}} {value}' for each, value in values.items())
-    for name, value in report.items():
-        if name.endswith("_bytes") and isinstance(value, int):
-            yield f"# TYPE gpusync_last_{name} gauge"
-            yield f"gpusync_last_{name} {value}"

@@ -30,7 +30,7 @@ class Publisher:
     own export looks like. It may be left out where the stream begins, or is resumed, with a full version. It is
     compared with the checksums in the stream, when a stream is resumed, else before the first delta.
 
-    - `encoding`: "xor" and "overwrite" are read by slime's receiver too; "gpusync" is our own, the smallest form.
+    - `encoding`: "gpusync" is our own, the smallest form; "xor" and "overwrite" are read by slime's receiver too.
     - `checksum`: "xxh3-128", "blake3" or "adler32", of each tensor's new state.
     - `group`: a `torch.distributed` process group; None is this process alone.
     - `post_write_hook(version_dir)`: a callable or an import path; runs on each rank after its shards, and on rank 0
@@ -54,7 +54,7 @@ class Publisher:
         source_dir: str | os.PathLike[str],
         *,
         base_dir: str | os.PathLike[str] | None = None,
-        encoding: str = "xor",
+        encoding: str = "gpusync",
         checksum: str = "xxh3-128",
         group: Any | None = None,
         post_write_hook: str | Hook | None = None,

@@ -144,9 +144,7 @@ class CastStore:
         if not names:
             return None
         segments, table = self._join(names)
-        now = self._fingerprints(
-            names, _live_bytes(segments, table), storage_bytes(self._params, segments.storages)
-        )  # fmt: skip
+        now = self._fingerprints(names, _live_bytes(segments, table), storage_bytes(self._params, segments.storages))
         return next((name for name in names if now[name] != prepared.expected[name]), None)
 
     def roll_back(self, prepared: PreparedCasts) -> None:

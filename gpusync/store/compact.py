@@ -75,11 +75,9 @@ class Step:
 def full_step(*, path: Path, offset: int, nbytes: int) -> Step:
     """The step that makes a tensor of `nbytes` bytes what stands at `offset` of a file of this host."""
     windows = [
-        Window(
-            offset=at, nbytes=min(WINDOW_BYTES, nbytes - at), count=None, positions_at=0, words_at=offset + at
-        )
+        Window(offset=at, nbytes=min(WINDOW_BYTES, nbytes - at), count=None, positions_at=0, words_at=offset + at)
         for at in range(0, nbytes, WINDOW_BYTES)
-    ]  # fmt: skip
+    ]
     return Step(kind="full", word_bytes=1, windows=tuple(windows), path=os.fspath(path), replaces=True)
 
 

@@ -100,9 +100,15 @@ def load(requests: Sequence[Request], files: StepFiles, memory: Memory) -> dict[
     return {number: [step() for step in steps] for number, steps in made.items()}
 
 
+def dense_bytes(step: Step, tensor_bytes: int) -> int:
+    """How much of a tensor the step takes memory for as a whole, not in proportion to what changed."""
+    if step.kind in ("full", "gf01"):
+        return tensor_bytes
+    return sum(window.nbytes for window in step.windows if not window.is_sparse)
+
+
 def is_dense(step: Step) -> bool:
-    """Whether the step takes memory in proportion to the tensor, not to what changed."""
-    return step.kind in ("full", "gf01") or any(not window.is_sparse for window in step.windows)
+    return dense_bytes(step, 1) > 0
 
 
 def span_of(rows: Rows) -> Span:

@@ -17,7 +17,7 @@ from gpusync.store.compact import Step
 from gpusync.store.fingerprint import fingerprint
 from gpusync.store.load import LoadedStep, Request, Span, is_dense, load, span_of
 from gpusync.store.operations import bind_operations, held_by
-from gpusync.store.restore import OldBytes, write_back
+from gpusync.store.restore import write_back
 from gpusync.store.update import ExpectedPart, PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
 from gpusync_kernels.buffers import device_of
@@ -35,7 +35,6 @@ class Preparing:
 
     store: RankStore
     prepared: PreparedUpdate
-    base: OldBytes | None
     room: int
     scratch: Any = None
     dense_bytes: int = 0
@@ -49,7 +48,8 @@ class Preparing:
             try:
                 self._attempt(batch, damaged)
             except DigestMismatchError as error:
-                reader = None if self.base is None else self.base.reader
+                base = self.prepared.base
+                reader = None if base is None else base.reader
                 if reader is None or error.tensor not in batch or error.tensor in damaged:
                     raise
                 # The delta is wrong, or what stands live: with the bytes that should stand there it shows.
@@ -152,7 +152,7 @@ class Preparing:
         if not len(table):
             return []
         if any(is_dense(step) for step in steps):
-            self.prepared.streamed_bytes += sum(step.nbytes for step in steps)
+            self.prepared.streamed_bytes += table.nbytes * sum(is_dense(step) for step in steps)
             return None
         memory, files = self.store.memory, self.prepared.files
         requests = [request_of(self.prepared, name, step, 0, table.rows) for step in steps]

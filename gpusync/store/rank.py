@@ -83,9 +83,8 @@ class RankStore:
 
     def reserve(self, updates: Mapping[str, TensorUpdate]) -> int:
         """How much scratch an update can have here: what it needs, the staging budget, or what there is memory for."""
-        needed = max((self.held_by_any.get(name, 0) for name in updates), default=0)
-        total = sum(self.held_by_any.get(name, 0) for name in updates)
-        room = min(self._staging_bytes // 2, self.memory.scratch_bytes, max(total, needed))
+        needed = sum(self.held_by_any.get(name, 0) for name in updates)
+        room = min(self._staging_bytes // 2, self.memory.scratch_bytes, needed)
         while True:
             try:
                 self.memory.empty(room)
@@ -115,23 +114,23 @@ class RankStore:
         check_addresses(self.layout, self._params)
         updates = {name: update for name, update in updates.items() if name in self.held_by_any}
         room = self.reserve(updates) if room is None else room
-        prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files)
+        prepared = PreparedUpdate(names=tuple(updates), updates=updates, files=files, base=base)
         tell = counter(progress, sum(update.nbytes for update in updates.values()))
-        work = Preparing(self, prepared, base, room)
+        work = Preparing(self, prepared, room)
         with self.memory.beside():
             for batch in self._batches(updates, room):
                 work.prepare(batch)
                 tell(sum(updates[name].nbytes for name in batch))
             work.scratch = None
-            self._bind(prepared, base)
+            self._bind(prepared)
         return prepared
 
-    def commit(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
+    def commit(self, prepared: PreparedUpdate) -> None:
         """Write the update into the live params. What `roll_back` needs is kept. Raises whatever a launch raises, with
         the params in an unknown state: roll back then."""
         check_addresses(self.layout, self._params)
         self.memory.synchronise()
-        self._write_back(prepared.repaired, base, prepared)
+        self._write_back(prepared.repaired, prepared)
         for operation in prepared.operations:
             names = {prepared.names[tensor] for tensor in operation.tensors}
             prepared.begun |= names
@@ -154,19 +153,19 @@ class RankStore:
                 return part.names[wrong]
         return self._casts.first_wrong(prepared.casts)
 
-    def roll_back(self, prepared: PreparedUpdate, *, base: OldBytes | None = None) -> None:
+    def roll_back(self, prepared: PreparedUpdate) -> None:
         """Undo `commit`, or what it did before it failed: the params hold the old bytes again.
 
-        Raises LayoutError, with the params in an unknown state, where a call failed half way and there is no `base`.
+        Raises LayoutError, with the params in an unknown state, where a call failed half way and the old version is not
+        on this host.
         """
         for operation in reversed(prepared.done):
             operation.revert()
         for kept in prepared.kept:
             copy_segments(kept)
-        lost = set(prepared.begun)
-        if not prepared.kept:
-            lost |= {*prepared.streamed, *prepared.repaired, *prepared.replaced}
-        self._write_back([name for name in prepared.names if name in lost], base, prepared)
+        dense = {*prepared.streamed, *prepared.replaced}
+        lost = prepared.begun - dense if prepared.kept else {*prepared.begun, *dense, *prepared.repaired}
+        self._write_back([name for name in prepared.names if name in lost], prepared)
         self._casts.roll_back(prepared.casts)
         prepared.done, prepared.begun = [], set()
         self.memory.synchronise()
@@ -218,21 +217,16 @@ class RankStore:
         if batch:
             yield tuple(batch)
 
-    def _bind(self, prepared: PreparedUpdate, base: OldBytes | None) -> None:
+    def _bind(self, prepared: PreparedUpdate) -> None:
         """All that can be done before the pause: operations on the live params, and copies of what they replace."""
         table, buffers = self.live(prepared.names)
-        prepared.operations = list(
-            bind_operations(prepared.chains, table, buffers, self.memory, revertible=True)
-        )  # fmt: skip
+        prepared.operations = list(bind_operations(prepared.chains, table, buffers, self.memory, revertible=True))
         for operation in prepared.operations:
             operation.bound.upload()
         self._casts.bind(prepared.casts)
-        held = held_by(table)
-        prepared.touched_bytes = sum(
-            int((rows["rows"] * rows["row_bytes"]).sum()) for rows in held.values()
-        )  # fmt: skip
-        lost = {*prepared.streamed, *prepared.replaced}
-        if lost and (base is None or base.reader is None):
+        prepared.touched_bytes = table.nbytes
+        lost, held = {*prepared.streamed, *prepared.replaced}, held_by(table)
+        if lost and (prepared.base is None or prepared.base.reader is None):
             rows = [held[number] for number, name in enumerate(prepared.names) if name in lost and number in held]
             if rows:
                 prepared.kept = [self._copy_of(SegmentTable(np.concatenate(rows)), buffers)]
@@ -256,10 +250,11 @@ class RankStore:
                         operation.apply()
             prepared.begun.discard(name)
 
-    def _write_back(self, names: Sequence[str], base: OldBytes | None, prepared: PreparedUpdate) -> None:
+    def _write_back(self, names: Sequence[str], prepared: PreparedUpdate) -> None:
+        """The bytes of the version that was live, into the params."""
         if not names:
             return
-        reader = None if base is None else base.reader
+        reader = None if prepared.base is None else prepared.base.reader
         if reader is None:
             raise LayoutError("live bytes cannot be written back: the old version is not at hand", tensor=names[0])
         for name in names:

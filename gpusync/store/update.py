@@ -13,6 +13,7 @@ from gpusync.store.compact import StepFiles
 from gpusync.store.fingerprint import Fingerprint
 from gpusync.store.load import LoadedStep
 from gpusync.store.operations import Operation
+from gpusync.store.restore import OldBytes
 from gpusync.store.tensor_update import TensorUpdate
 
 
@@ -30,14 +31,15 @@ class ExpectedPart:
 class PreparedUpdate:
     """A verified update that waits for its commit.
 
-    `chains` hold what stays where the params are, by tensor number, in proportion to what changed. `streamed` tensors
-    are loaded again from `files` in the commit, in bounded steps; `repaired` ones, whose live bytes were damaged, are
-    first written whole. What a commit has begun and not finished is `begun`.
+    `base` reads what was live before. `chains` hold what stays where the params are, by tensor number, in proportion to
+    what changed. `streamed` tensors are loaded again from `files` in the commit, in bounded steps; `repaired` ones,
+    whose live bytes were damaged, are first written whole. What a commit has begun and not finished is `begun`.
     """
 
     names: tuple[str, ...]
     updates: Mapping[str, TensorUpdate]
     files: StepFiles
+    base: OldBytes | None = None
     chains: dict[int, list[LoadedStep]] = field(default_factory=dict)
     streamed: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)

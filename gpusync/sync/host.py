@@ -204,9 +204,8 @@ class Host:
             updates = followed_by(updates, read_updates(directory / UPDATES_FILE))
         write_updates(directory / UPDATES_FILE, updates)
         unverified = indexes[plan.seed_version].checksum_format is None
-        return DecodeStats(wire_bytes=full.nbytes + stats.wire_bytes, compact_bytes=stats.compact_bytes), os.fspath(
-            directory
-        ), unverified  # fmt: skip
+        stats = DecodeStats(wire_bytes=full.nbytes + stats.wire_bytes, compact_bytes=stats.compact_bytes)
+        return stats, os.fspath(directory), unverified
 
     def _run(self, plan: Plan, indexes: Mapping[int, VersionIndex], directory: Path) -> DecodeStats:
         if not plan.chain:

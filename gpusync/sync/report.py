@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gpusync.metrics import report_lines
 from gpusync.plan import Applied, Plan
 from gpusync.store.update import PreparedUpdate
 from gpusync.sync.live import LazyBase
@@ -53,6 +54,10 @@ class SyncReport:
         """For JSON."""
         told = dataclasses.asdict(self)
         return {**told, "chain": list(self.chain), "repaired": list(self.repaired)}
+
+    def prometheus_text(self) -> str:
+        """Gauges `gpusync_last_...`: seconds by stage, bytes by class, and whatever else is counted in bytes."""
+        return "\n".join(report_lines(self.as_dict())) + "\n"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -109,7 +109,7 @@ def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, st
     fields = data[fields_at : fields_at + -(-count * (k + v) // 32) * 4]
     base, most = int(head["part"]) << blob.part_log2, count - rank
     positions, values, _ = host_ops().decode_bits(
-        unary, stop_bit - first_bit, fields, first=rank, most=most, k=k, v=v, position=base + position
+        unary, stop_bit - first_bit, fields, first=rank, most=most, k=k, v=v, position=base + position, want_pairs=False
     )
     return positions, values, rank
 

@@ -30,13 +30,22 @@ def _compiled(function: Any) -> Any:
 
 
 def decode_bits(
-    unary: Bytes, bits: int, fields: Bytes, *, first: int, most: int, k: int, v: int, position: int
+    unary: Bytes,
+    bits: int,
+    fields: Bytes,
+    *,
+    first: int,
+    most: int,
+    k: int,
+    v: int,
+    position: int,
+    want_pairs: bool = True,
 ) -> tuple[Ints, Values, Ints]:
     most = max(min(most, bits), 0)
     positions, values = np.empty(most, np.int64), np.empty(most, np.uint32)
     pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
     found = _decode(unary.view("<u4"), bits, fields.view("<u4"), first, k, v, position, positions, values, pairs)
-    return positions[:found], values[:found], pairs
+    return positions[:found], values[:found], pairs if want_pairs else pairs[:0]
 
 
 def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
@@ -53,10 +62,12 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     before, after = old.view(SIGNED[element_bytes]), new.view(SIGNED[element_bytes])
     whole = old.size - old.size % 8
     positions, steps = np.empty(len(before), "<u4"), np.empty(len(before), SIGNED[element_bytes])
-    bits = 8 * element_bytes  # memory that is not written to is not taken
+    bits = 8 * element_bytes
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
     sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
     found = _find(*sides, before, after, bits, flipped, positions, steps)
+    if 2 * found > len(before):
+        return positions[:found], steps[:found]
     return positions[:found].copy(), steps[:found].copy()
 
 

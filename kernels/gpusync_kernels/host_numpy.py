@@ -16,37 +16,56 @@ from gpusync_kernels.word_order import SIGNED, Words, from_order, to_order
 BLOCK_BITS = 1024
 UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 LINE_BYTES = 64
+_DENSE_WORDS = 1 << 16
 
 Values = npt.NDArray[np.uint32]
 
+_NO_PAIRS = np.empty((0, 2), np.int64)
+
 
 def decode_bits(
-    unary: Bytes, bits: int, fields: Bytes, *, first: int, most: int, k: int, v: int, position: int
+    unary: Bytes,
+    bits: int,
+    fields: Bytes,
+    *,
+    first: int,
+    most: int,
+    k: int,
+    v: int,
+    position: int,
+    want_pairs: bool = True,
 ) -> tuple[Ints, Values, Ints]:
     """`(positions, values, pairs)` of the ones among the first `bits` bits of `unary`, at most `most` of them.
 
     `fields` holds that of the first one as its field number `first`. `position` is the sum of what all bits before add
     up to. Both buffers are whole u32 words. `pairs`, int64 [blocks + 1, 2], is what an index would say at every
-    1,024th bit, counted from here, and behind the last bit.
+    1,024th bit, counted from here, and behind the last bit; nothing unless they are wanted.
 
     k = 1, v = 0, bits 0 1 1, fields 1 0, position 0: a zero adds 2, a one its low bits + 1, so the changes are at 3, 4
     and the pairs (0, 0) and (5, 2)
     """
-    ones = np.flatnonzero(np.unpackbits(unary, count=bits, bitorder="little"))[: max(most, 0)]
+    ones = np.flatnonzero(np.unpackbits(unary, count=bits, bitorder="little").view(np.bool_))[: max(most, 0)]
     packed = unpack_fields(fields, k + v, first, len(ones))
-    sums = np.zeros(len(ones) + 1, np.int64)
-    np.cumsum((packed & np.uint32((1 << k) - 1)).astype(np.int64) + 1, out=sums[1:])
-    positions = ((ones - np.arange(len(ones))) << k) + sums[1:]
-    positions += position - 1
+    sums = np.cumsum(packed & np.uint32((1 << k) - 1), dtype=np.int64)
+    every = np.arange(len(ones))
+    positions = ones - every
+    positions <<= k
+    positions += sums
+    every += position
+    positions += every
+    return positions, packed >> np.uint32(k), _pairs(ones, sums, bits, k, position) if want_pairs else _NO_PAIRS
+
+
+def _pairs(ones: Ints, sums: Ints, bits: int, k: int, position: int) -> Ints:
     borders = np.minimum(np.arange(-(-bits // BLOCK_BITS) + 1) * BLOCK_BITS, bits)
     ranks = np.searchsorted(ones, borders)
-    pairs = np.stack([position + ((borders - ranks) << k) + sums[ranks], ranks], 1)
-    return positions, packed >> np.uint32(k), pairs
+    low = np.where(ranks > 0, sums[np.maximum(ranks, 1) - 1], 0) if len(sums) else np.zeros_like(ranks)
+    return np.stack([position + ((borders - ranks) << k) + low + ranks, ranks], 1)
 
 
 def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
     """Adds to `words[index]`, which are unsigned and all different, the steps that `values` code; or takes them off."""
-    old = to_order(words[index], order)
+    old = to_order(words.take(index), order)
     steps = step_of(values, magnitude, words.itemsize)
     words[index] = from_order(old - steps if revert else old + steps, order)
 
@@ -69,9 +88,7 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     differ = old_words != new_words
     lines = np.flatnonzero(differ.view("<u8"))  # eight flags, a line's words, as one
     if 2 * len(lines) * LINE_BYTES > old.size:
-        steps = to_order(new.view(kind), order) - to_order(old.view(kind), order)
-        found = np.flatnonzero(steps)
-        return found.astype("<u4"), steps[found]
+        return _find_dense(old.view(kind), new.view(kind), order)
     flags = np.flatnonzero(differ.reshape(-1, 8)[lines])
     words = (lines * 8)[flags // 8] + flags % 8
     before, after = old_words[words].view(kind), new_words[words].view(kind)
@@ -82,6 +99,18 @@ def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tup
     before, after = np.concatenate([before[found], old_tail[tail]]), np.concatenate([after[found], new_tail[tail]])
     positions = np.concatenate([head, tail + whole // element_bytes]).astype("<u4")
     return positions, to_order(after, order) - to_order(before, order)
+
+
+def _find_dense(old: Words, new: Words, order: int) -> tuple[npt.NDArray[np.uint32], Words]:
+    """All steps are computed, a stretch at a time; those of zero are left out."""
+    positions, steps = [], []
+    for start in range(0, len(old), _DENSE_WORDS):
+        stretch = slice(start, start + _DENSE_WORDS)
+        each = to_order(new[stretch], order) - to_order(old[stretch], order)
+        found = np.flatnonzero(each)
+        positions.append((found + start).astype("<u4"))
+        steps.append(each[found])
+    return np.concatenate(positions), np.concatenate(steps)
 
 
 def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[int, Any, Any, Any]:
@@ -106,9 +135,12 @@ def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[in
 
 def step_of(values: Values, magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
     """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
-    size = (values >> np.uint32(1)).astype(np.uint64) + np.uint64(magnitude)
-    step = np.where(values & np.uint32(1), ~size + np.uint64(1), size)
-    return step.astype(UNSIGNED[element_bytes]).view(SIGNED[element_bytes])
+    kind = UNSIGNED[element_bytes]
+    size: Words = (values >> np.uint32(1)).astype(kind) + kind.type(magnitude)
+    negative = kind.type(0) - (values & np.uint32(1)).astype(kind)  # all ones, or none
+    size ^= negative
+    size -= negative
+    return size.view(SIGNED[element_bytes])
 
 
 def unpack_fields(data: Bytes, width: int, first: int, count: int) -> Values:

@@ -16,14 +16,14 @@ import gpusync
 from gpusync.endpoint.errors import EndpointError, UnreachableError
 from gpusync.errors import GpusyncError, MirrorError
 from support.agent import Agent, agent, expected_digests
-from support.checkpoints import State, changed, small_state, write_checkpoint
+from support.checkpoints import changed, small_state, write_checkpoint
 
 
 class Trainer:
     """A base checkpoint and a stream beside it; `states` are what was published, by version."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.states = root, [words(small_state())]
+        self.root, self.states = root, [small_state()]
         write_checkpoint(root / "base", self.states[0])
         self.publisher = gpusync.Publisher(root / "stream", base_dir=root / "base", encoding="xor")
 
@@ -50,11 +50,6 @@ class Trainer:
     def assert_live(self, running: Agent, version: int) -> None:
         assert running.client.version().live == version
         assert running.digests() == expected_digests(self.states[version], 2)
-
-
-def words(state: State) -> State:
-    """Its tensors of two-byte elements: rows that two ranks share, and rows that cannot be."""
-    return {name: tensor for name, tensor in state.items() if tensor.dtype in ("BF16", "F16")}
 
 
 def ended(call: Callable[..., object]) -> Callable[..., None]:

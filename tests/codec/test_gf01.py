@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.codec import FULL, FULL_PLANES, XOR, MemoryPayload, encode_gf01, open_delta, would_be
+from gpusync.codec import FULL, FULL_PLANES, STEP_PLANES, XOR, MemoryPayload, encode_gf01, open_delta, would_be
 from gpusync.errors import LayoutError, PayloadError, UnsupportedFormatError
 
 FRAME = 1 << 16
@@ -294,3 +294,64 @@ def test_window_that_cuts_an_element():
     windows = [np.zeros(3, np.uint8), np.zeros(5, np.uint8)]
     with pytest.raises(LayoutError, match="cuts an element"):
         encode_gf01(None, windows, transform=FULL_PLANES, element_bytes=2, float_order=True, nbytes=8)
+
+
+def steps_of(old, new, es, order):
+    """Step planes in Python's integers, from their description."""
+    bits = 8 * es
+    mask, low = (1 << bits) - 1, (1 << bits - 1) - 1
+    flip = lambda w: w ^ low if order and w >> bits - 1 else w  # noqa: E731
+    coded = []
+    for before, after in zip(old.view(f"<u{es}").tolist(), new.view(f"<u{es}").tolist(), strict=True):
+        d = flip(after) - flip(before) & mask
+        d -= (d >> bits - 1) << bits
+        coded.append((d << 1 ^ d >> bits - 1) & mask)
+    return np.array(coded, f"<u{es}").view(np.uint8).reshape(-1, es).T.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 56, 6000, FRAME + 8])
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("es", [1, 2, 4, 8])
+def test_step_planes(decode_by_would_be, nbytes, es, order):
+    old, new = states(nbytes)
+    payload = encode_gf01(old, new, transform=STEP_PLANES, element_bytes=es, float_order=bool(order))
+    if payload is None:
+        np.testing.assert_array_equal(old, new)
+        return
+    raw = steps_of(old, new, es, order)
+    frames = [zstandard.compress(raw[at : at + FRAME], 1) for at in range(0, nbytes, FRAME)]
+    assert payload == build(raw, transform=STEP_PLANES, es=es, order=order, frames=frames)
+    for window in (1 << 20, 65_521, 3):
+        if window > 3 or nbytes < 100:
+            got = decode_by_would_be(payload, old, encoding="gpusync", element_bytes=es, window_bytes=window)
+            np.testing.assert_array_equal(got, new)
+
+
+def test_step_planes_need_old_words_and_whole_elements():
+    old, new = states(80)
+    with pytest.raises(LayoutError, match="step planes without old bytes"):
+        encode_gf01(None, new, transform=STEP_PLANES, element_bytes=2, float_order=True)
+    payload = encode_gf01(old, new ^ 1, transform=STEP_PLANES, element_bytes=8, float_order=True)
+    decoder = open_delta(MemoryPayload(payload), encoding="gpusync", nbytes=80, element_bytes=8, float_order=True)
+    assert decoder.needs_base
+    with pytest.raises(LayoutError, match="cuts an element"):
+        decoder.apply(old[:12].copy(), 0)
+
+
+@pytest.mark.parametrize("transform", [XOR, STEP_PLANES, FULL_PLANES, FULL])
+def test_raw_bytes_are_read_from_anywhere(transform):
+    """What a device takes: planes as they are, in the size that it likes, beside the windows."""
+    old, new = states(3 * FRAME + 4104)
+    raw = steps_of(old, new, 2, 1) if transform == STEP_PLANES else raw_of(old, new, transform, 2)
+    payload = build(raw, transform=transform)
+    decoder = open_delta(
+        MemoryPayload(payload), encoding="gpusync", nbytes=len(raw), element_bytes=2, float_order=False
+    )
+    assert (decoder.transform, decoder.element_bytes, decoder.float_order) == (transform, 2, True)
+    assert decoder.raw_bytes == len(raw)
+    for offset, nbytes in ((0, len(raw)), (FRAME - 3, 7), (len(raw) - 1, 1), (5, 0), (0, 9)):
+        out = np.full(nbytes + 2, 0xA5, np.uint8)
+        decoder.read_raw(offset, out[1:-1])
+        assert out.tobytes() == b"\xa5" + raw[offset : offset + nbytes] + b"\xa5"
+    with pytest.raises(LayoutError, match="outside"):
+        decoder.read_raw(len(raw) - 1, np.empty(2, np.uint8))

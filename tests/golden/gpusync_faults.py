@@ -11,6 +11,7 @@ from gpusync_format import (
     FULL_PLANES,
     XOR,
     Gf01,
+    Gs01,
     Seeded,
     State,
     Version,
@@ -20,6 +21,7 @@ from gpusync_format import (
     endless_frame,
     full,
     gf01,
+    gs01,
     raw_frame,
     write,
 )
@@ -115,6 +117,7 @@ def write_faults(faults: Faults) -> None:
     _write_header_faults(faults)
     _write_table_faults(faults)
     _write_frame_faults(faults)
+    _write_gs01_faults(faults)
 
 
 def _changed(state: State, seed: str) -> State:
@@ -258,8 +261,7 @@ def _write_header_faults(faults: Faults) -> None:
     field, payload, later = faults.field, faults.payload, "UnsupportedFormatError"
     nbytes = len(faults.states[0][NORM].data)
     field("magic_unknown", "magic is GF02", NORM, magic=b"GF02", says="none of gpusync's forms")
-    field("magic_gs01", "magic is GS01, reserved for now", NORM, magic=b"GS01", says="not supported", error=later)
-    field("transform_1", "step planes, reserved for now", NORM, transform=1, says="not supported", error=later)
+    field("magic_gs02", "magic is GS02, reserved for now", NORM, magic=b"GS02", says="not supported", error=later)
     field("transform_4", "transform is 4", NORM, transform=4, says="transform")
     field("transform_7", "transform is 7", BYTES, transform=7, says="transform")
     field("es_half", "es is 1 for BF16", NORM, es=1, says="element size")
@@ -278,6 +280,39 @@ def _write_header_faults(faults: Faults) -> None:
     payload("payload_empty", "a payload of 0 bytes", NORM, lambda _: b"", says="none of gpusync's forms")
     slime = compress(bytes(nbytes))
     payload("payload_is_zstd", "a payload as xor has it", NORM, lambda _: slime, says="none of gpusync's forms")
+
+
+def _write_gs01_faults(faults: Faults) -> None:
+    """A GS01 payload with one fault, where another form would stand: index pairs every 1,024 bits, since k is 1."""
+    before, after = (state[EMBED] for state in faults.states[:2])
+
+    def case(name: str, what: str, bend: Callable[[Gs01], None], *, says: str) -> None:
+        form = gs01(before, after, log2=22, k=1, cuts=())
+        bend(form)
+        faults.payload(f"gs01_{name}", f"GS01: {what}", EMBED, lambda _: form.pack(), says=says)
+
+    def cut(data: bytes) -> Callable[[bytes], bytes]:
+        return lambda _: data
+
+    stream = lambda form: form.streams[0]  # noqa: E731
+    case("index", "index positions are one too large", lambda f: setattr(stream(f), "index_shift", 1), says="index")
+    case("twice", "an element in two streams", lambda f: f.streams.append(stream(f)), says="twice")
+    case("v_0", "a step stream with v = 0", lambda f: setattr(stream(f), "v", 0), says="v or g")
+    case("k_17", "k is 17", lambda f: setattr(stream(f), "k", 17), says="k or v")
+    case("kind_2", "kind is 2", lambda f: setattr(stream(f), "kind", 2), says="kind")
+    case("part", "a part behind the tensor", lambda f: setattr(stream(f), "part", 9), says="part out of range")
+    case("es", "es is 4 for BF16", lambda f: setattr(f, "es", 4), says="element size")
+    case("order", "order is 2", lambda f: setattr(f, "order", 2), says="order 2")
+    case("log2_9", "parts of 512 elements", lambda f: setattr(f, "log2", 9), says="part size")
+    case("elements", "an element more than there are", lambda f: setattr(f, "elements", f.elements + 1), says="another")
+    case("reserved", "the reserved field is 1", lambda f: setattr(f, "reserved", 1), says="reserved")
+    case("streams", "no streams", lambda f: f.streams.clear(), says="streams")
+    case("padding", "a byte of the padding at the end is 1", lambda f: setattr(f, "end", b"\1" * 8), says="padding")
+    case("outside", "a position behind the part", lambda f: stream(f).changes.append((1 << 20, 0)), says="bit count")
+    sound = gs01(before, after, log2=22, k=1, cuts=()).pack()
+    faults.payload("gs01_cut", "GS01: the last 8 bytes are missing", EMBED, cut(sound[:-8]), says="bytes, expected")
+    faults.payload("gs01_longer", "GS01: 8 zero bytes follow", EMBED, cut(sound + bytes(8)), says="bytes, expected")
+    faults.payload("gs01_head", "GS01: it ends in its head", EMBED, cut(sound[:20]), says="header is cut")
 
 
 def _write_table_faults(faults: Faults) -> None:

@@ -116,13 +116,115 @@ def gf01(old: Tensor, new: Tensor, *, transform: int, log2: int = 16, order: int
     words = np.frombuffer(new.data, np.uint8)
     if transform == XOR:
         raw = (words ^ np.frombuffer(old.data, np.uint8)).tobytes()
-    elif transform == FULL_PLANES:
+    elif transform in (STEP_PLANES, FULL_PLANES):
+        if transform == STEP_PLANES:
+            words = np.frombuffer(_steps(old, new, es, natural if order is None else order), np.uint8)
         raw = b"".join(words[plane::es].tobytes() for plane in range(es))
     else:
         raw = new.data
     pieces = [raw[at : at + (1 << log2)] for at in range(0, len(raw), 1 << log2)]
     frames = [compress(piece, **zstd) for piece in pieces]
     return Gf01(transform, es, natural if order is None else order, log2, len(raw), frames)
+
+
+def _steps(old: Tensor, new: Tensor, es: int, order: int) -> bytes:
+    """The zig-zag coded steps, an element after the other."""
+    coded, mask = [], (1 << 8 * es) - 1
+    for was, now in zip(*(np.frombuffer(tensor.data, f"<u{es}").tolist() for tensor in (old, new)), strict=True):
+        d = _ordered(now, es, order) - _ordered(was, es, order) & mask
+        coded.append((d << 1 ^ (mask if d >> 8 * es - 1 else 0)) & mask)
+    return np.array(coded, f"<u{es}").tobytes()
+
+
+@dataclass
+class Stream:
+    """One GS01 stream: changes as (position in the part, value or new word), ascending. A fault is one field changed
+    before `pack`.
+    """
+
+    part: int
+    g: int
+    k: int
+    v: int
+    kind: int
+    es: int
+    changes: list[tuple[int, int]]
+    index_shift: int = 0
+
+    def pack(self) -> tuple[bytes, bytes]:
+        """(descriptor, body)."""
+        unary = fields = bits = used = 0
+        pairs, position, last = [(0, 0)], 0, -1
+        for rank, (at, value) in enumerate(self.changes):
+            gap = at - last - 1
+            for zero in range(gap >> self.k):
+                if bits + zero and (bits + zero) % 1024 == 0:
+                    pairs.append((position, rank))
+                position += 1 << self.k
+            bits += gap >> self.k
+            if bits and bits % 1024 == 0:
+                pairs.append((position, rank))
+            unary |= 1 << bits
+            fields |= ((gap & (1 << self.k) - 1) | (0 if self.kind else value) << self.k) << used
+            bits, used, last, position = bits + 1, used + self.k + self.v, at, at + 1
+        head = struct.pack("<IIIBBBB", len(self.changes), bits, self.part, self.g, self.k, self.v, self.kind)
+        words = b"".join(value.to_bytes(self.es, "little") for _, value in self.changes) if self.kind else b""
+        index = b"".join(struct.pack("<II", pos + (self.index_shift if pos else 0), rank) for pos, rank in pairs)
+        body = index + unary.to_bytes(-(-bits // 32) * 4, "little") + fields.to_bytes(-(-used // 32) * 4, "little")
+        return head, words + bytes(-len(words) % 8) + body + bytes(-len(body) % 8)
+
+
+@dataclass
+class Gs01:
+    """A GS01 payload as its fields, like `Gf01`."""
+
+    es: int
+    order: int
+    log2: int
+    elements: int
+    streams: list[Stream]
+    reserved: int = 0
+    end: bytes = bytes(8)
+
+    def pack(self) -> bytes:
+        packed = [stream.pack() for stream in self.streams]
+        head = b"GS01" + bytes([self.es, self.order, self.log2, 0])
+        head += struct.pack("<QII", self.elements, len(packed), self.reserved)
+        return head + b"".join(d for d, _ in packed) + b"".join(b for _, b in packed) + self.end
+
+
+def gs01(
+    old: Tensor, new: Tensor, *, log2: int = 10, k: int = 3, cuts: Sequence[int] = (1, 4), order: int | None = None
+) -> Gs01:
+    """Steps by their size: streams of classes [0, cuts[0]), [cuts[0], cuts[1]) and so on up to 15, then literals."""
+    _, es, natural = DTYPES[new.dtype]
+    order = natural if order is None else order
+    before, after = (np.frombuffer(tensor.data, f"<u{es}").tolist() for tensor in (old, new))
+    streams: dict[tuple[int, int], Stream] = {}
+    borders = [0, *cuts, 15 if es > 1 else 8]
+    for element, (was, now) in enumerate(zip(before, after, strict=True)):
+        if was == now:
+            continue
+        d = _ordered(now, es, order) - _ordered(was, es, order) & (1 << 8 * es) - 1
+        d -= (d >> 8 * es - 1) << 8 * es
+        group = sum(abs(d) >= 1 << border for border in borders) - 1
+        if group == len(borders) - 1 and es > 1:
+            stream = Stream(element >> log2, 0, k, 0, 1, es, [])
+            change = now
+        else:
+            group = min(group, len(borders) - 2)
+            g, stop = borders[group], borders[group + 1]
+            v = 1 + ((1 << stop) - (1 << g) - 1).bit_length()
+            stream = Stream(element >> log2, g, min(k, 16), v, 0, es, [])
+            change = (abs(d) - (1 << g)) << 1 | (d < 0)
+        key = (element >> log2, group)
+        streams.setdefault(key, stream).changes.append((element & (1 << log2) - 1, change))
+    return Gs01(es, order, log2, len(before), [streams[key] for key in sorted(streams)])
+
+
+def _ordered(word: int, es: int, order: int) -> int:
+    """M of the format, a word again."""
+    return word ^ ((1 << 8 * es - 1) - 1) if order and word >> 8 * es - 1 else word
 
 
 def slime_payload(old: Tensor, new: Tensor, encoding: str) -> bytes:
@@ -258,7 +360,9 @@ def decode(payload: bytes, old: Tensor, encoding: str) -> bytes:
         return after.tobytes()
     if encoding == "xor":
         return (before ^ np.frombuffer(zstandard.decompress(payload), np.uint8)).tobytes()
-    transform, es = payload[4], payload[5]
+    if payload[:4] == b"GS01":
+        return _decode_gs01(payload, old)
+    transform, es, order = payload[4], payload[5], payload[6]
     (frames,) = struct.unpack_from("<I", payload, 16)
     sizes = struct.unpack_from(f"<{frames}I", payload, 24)
     at = 24 + 4 * frames + 4 * (frames % 2)
@@ -269,7 +373,41 @@ def decode(payload: bytes, old: Tensor, encoding: str) -> bytes:
     words = np.frombuffer(raw, np.uint8)
     if transform == XOR:
         return (before ^ words).tobytes()
-    return words.reshape(es, -1).T.tobytes() if transform == FULL_PLANES else raw
+    joined = words.reshape(es, -1).T.tobytes() if transform in (STEP_PLANES, FULL_PLANES) else raw
+    if transform != STEP_PLANES:
+        return joined
+    mask = (1 << 8 * es) - 1
+    pairs = zip(*(np.frombuffer(data, f"<u{es}").tolist() for data in (old.data, joined)), strict=True)
+    moved = [_ordered(_ordered(was, es, order) + (code >> 1 ^ -(code & 1)) & mask, es, order) for was, code in pairs]
+    return np.array(moved, f"<u{es}").tobytes()
+
+
+def _decode_gs01(payload: bytes, old: Tensor) -> bytes:
+    es, order, log2 = payload[4], payload[5], payload[6]
+    n, count = struct.unpack_from("<QI", payload, 8)
+    words, mask, at = np.frombuffer(old.data, f"<u{es}").tolist(), (1 << 8 * es) - 1, 24 + 16 * count
+    if len(words) != n:
+        raise ValueError("another tensor")
+    for number in range(count):
+        changes, bits, part, g, k, v, kind = struct.unpack_from("<IIIBBBB", payload, 24 + 16 * number)
+        literals, at = at, at + (-(-changes * es // 8) * 8 if kind else 0)
+        fields_at = at + 8 * -(-bits // 1024) + 4 * -(-bits // 32)
+        unary = int.from_bytes(payload[fields_at - 4 * -(-bits // 32) : fields_at], "little")
+        fields = int.from_bytes(payload[fields_at : fields_at + 4 * -(-changes * (k + v) // 32)], "little")
+        position, rank = part << log2, 0
+        for bit in range(bits):
+            if not unary >> bit & 1:
+                position += 1 << k
+                continue
+            field = fields >> rank * (k + v) & (1 << k + v) - 1
+            position += (field & (1 << k) - 1) + 1
+            size = (field >> k + 1) + (1 << g)
+            step = -size if field >> k & 1 else size
+            moved = _ordered(_ordered(words[position - 1], es, order) + step & mask, es, order)
+            literal = int.from_bytes(payload[literals + rank * es :][:es], "little")
+            words[position - 1], rank = literal if kind else moved, rank + 1
+        at += -(-(fields_at - at + 4 * -(-changes * (k + v) // 32)) // 8) * 8
+    return np.array(words, f"<u{es}").tobytes()
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gpusync_format import (
     DTYPES,
     FULL,
     FULL_PLANES,
+    STEP_PLANES,
     XOR,
     Seeded,
     State,
@@ -29,6 +30,7 @@ from gpusync_format import (
     encode_shard,
     full,
     gf01,
+    gs01,
     read_checkpoint,
     slime_payload,
     write,
@@ -123,6 +125,41 @@ def write_forms(out: Path) -> None:
         versions,
         {number: (states[number], {"config.json": b'{"model_type": "forms"}\n'}) for number in range(1, len(states))},
     )
+
+
+def write_steps(out: Path) -> None:
+    """GS01 and step planes over the base of `gf01_forms`."""
+    base = forms_base()
+    states, versions = [base], []
+    # Part sizes, low bits of gaps (few: many index pairs), and how classes share streams.
+    options = [
+        {"log2": 10, "k": 2, "cuts": (1, 4)}, {"log2": 22, "k": 5, "cuts": ()},
+        {"log2": 31, "k": 16, "cuts": (1, 2, 3, 5, 8, 13) }, {"log2": 12, "k": 4, "cuts": (7,), "order": 0},
+    ]  # fmt: skip
+    for number, how in enumerate(options, start=1):
+        states.append(changed(states[-1], [name for name in base if base[name].data], f"steps {number}", share=0.1))
+        old, new = states[-2:]
+        payloads = {}
+        for name in new:
+            cuts = tuple(cut for cut in how["cuts"] if cut < (8 if DTYPES[new[name].dtype][1] == 1 else 15))
+            if new[name] != old[name]:
+                payloads[name] = gs01(old[name], new[name], **{**how, "cuts": cuts}).pack()
+        versions.append(delta(number, old, new, payloads, shards=1 + number % 2, shift=(0, 3)[number % 2]))
+    for number, log2 in enumerate((16, 20), start=len(options) + 1):
+        states.append(changed(states[-1], list(base), f"steps {number}"))
+        old, new = states[-2:]
+        payloads = {
+            name: gf01(old[name], new[name], transform=STEP_PLANES, log2=log2, order=at % 2).pack()
+            for at, name in enumerate(base)
+        }
+        versions.append(delta(number, old, new, payloads))
+    what = (
+        "v1 to v4 GS01: parts of 2**10, 2**22, 2**31, 2**12 elements, v4 with order 0 for all; v5, v6 GF01 step planes "
+        "in frames of 64 KiB and 1 MiB, with both orders by turns"
+    )
+    files = {"config.json": b'{"model_type": "forms"}\n'}
+    after = {number: (states[number], files) for number in range(1, len(states))}
+    write_stream(out / "streams" / "steps", what, "../../base", versions, after)
 
 
 def write_mixed(out: Path) -> None:
@@ -227,6 +264,7 @@ def main() -> None:
     for name in ("base", "streams", "bad"):
         shutil.rmtree(out / name, ignore_errors=True)
     write_forms(out)
+    write_steps(out)
     write_mixed(out)
     faults = Faults(out / "bad", read_checkpoint(VECTORS_BASE))
     write_without_faults(out, faults)

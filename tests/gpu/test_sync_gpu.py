@@ -36,7 +36,7 @@ def follow(root: Path, rank: int, *, device: str = "cuda") -> None:
     addresses = engine.addresses()
     assert {tensor.device.type for tensor in engine.model.parameters()} == {device}
     if device == "cuda":
-        assert type(engine.sync._live.store.memory).__name__ == "DeviceMemory"
+        assert type(engine.sync._rank.live.store.memory).__name__ == "DeviceMemory"
     for version, chain in CHAINS.items():
         prepared = engine.sync.prepare(version)
         assert (prepared.report.commit_path, prepared.report.chain) == ("in place", chain)
@@ -52,18 +52,18 @@ def fail_on_one(root: Path, rank: int, *, device: str = "cuda") -> None:
     engine = EngineRank(root, ModelConfig(), device=device)
     engine.sync.pull(1)
     prepared = engine.sync.prepare(2)
-    commit = engine.sync._live.store.commit
+    commit = engine.sync._rank.live.store.commit
 
     def write_and_fail(update: object) -> None:
         commit(update)  # type: ignore[arg-type]
         raise torch.OutOfMemoryError("the device has no memory left")
 
     if rank == 1:
-        engine.sync._live.store.commit = write_and_fail  # type: ignore[method-assign]
+        engine.sync._rank.live.store.commit = write_and_fail  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError if rank == 1 else PeerFailedError, match="no memory left"):
         engine.sync.commit(prepared)
     engine.assert_live(1)
-    engine.sync._live.store.commit = commit  # type: ignore[method-assign]
+    engine.sync._rank.live.store.commit = commit  # type: ignore[method-assign]
     engine.sync.pull(3)
     engine.assert_live(3)
     engine.sync.close()

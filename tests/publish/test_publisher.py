@@ -360,7 +360,12 @@ def test_the_report_counts(site, offer):
         5,
     )
     assert report.density == 5 / total
-    assert (report.shards, report.forms, report.ranks, report.checksum) == (2, {"xor": 2}, 1, "xxh3-128")
+    assert (report.shards, report.forms, report.ranks, report.checksum) == (
+        2,
+        {"GS01": 1, "GF01 step planes": 1},
+        1,
+        "xxh3-128",
+    )
     files = list(version_path(site.source, 1).iterdir())
     assert report.wire_bytes == sum(path.stat().st_size for path in files)
     assert report.path == str(version_path(site.source, 1))

@@ -162,11 +162,11 @@ def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int,
     assert (prepared.kept == []) == has_base
     assert (prepared.streamed_bytes > 0) == (staging_bytes < 1 << 30)
     assert rank.live() == before
-    rank.store.commit(prepared, base=base)
+    rank.store.commit(prepared)
     assert rank.store.verify(prepared) is None
     rank.model.post_load()
     assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
-    rank.store.roll_back(prepared, base=base)
+    rank.store.roll_back(prepared)
     assert rank.live() == before
 
 
@@ -191,12 +191,12 @@ def test_a_commit_that_fails_anywhere_is_undone(
             for kind in (XorWords, OverwriteWords, BlobSteps, PlaneSteps, MovedBytes):
                 patch.setattr(kind, "apply", calls.wrap(kind.apply))
             try:
-                rank.store.commit(prepared, base=base)
+                rank.store.commit(prepared)
             except MemoryError:
                 failures += 1
             else:
                 break
-        rank.store.roll_back(prepared, base=base)
+        rank.store.roll_back(prepared)
         assert rank.live() == before
     assert failures >= 4
     assert rank.store.verify(prepared) is None
@@ -231,11 +231,11 @@ def test_a_flipped_live_bit_is_repaired_from_the_mirror(tmp_path: Path, staging_
     prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [(form, after)]), base=base)
     assert prepared.repaired == ([] if form == "gf01 full" else ["proj.weight"])
     assert rank.live() == damaged
-    rank.store.commit(prepared, base=base)
+    rank.store.commit(prepared)
     assert rank.store.verify(prepared) is None
     rank.model.post_load()
     assert_same(rank.model, fresh_load(config, ALONE, after))
-    rank.store.roll_back(prepared, base=base)
+    rank.store.roll_back(prepared)
     assert rank.live() == good
 
 

@@ -19,6 +19,7 @@ ELEMENTS = {
 def decode_gf01(payload: bytes, old: np.ndarray, dtype: str) -> np.ndarray:
     """The new bytes of a tensor whose old ones are `old`."""
     magic, transform, es, order, log2, nbytes, count, reserved = struct.unpack_from("<4s4BQII", payload)
+    assert transform <= 3
     assert (magic, es, nbytes, reserved) == (b"GF01", ELEMENTS.get(dtype, (1, 0))[0], old.size, 0)
     assert order in (0, 1)
     assert 16 <= log2 <= 20
@@ -38,8 +39,18 @@ def decode_gf01(payload: bytes, old: np.ndarray, dtype: str) -> np.ndarray:
     words = np.frombuffer(raw, np.uint8)
     if transform == 0:
         return old ^ words
-    assert transform in (2, 3)
-    return np.ascontiguousarray(words.reshape(es, -1).T).reshape(-1) if transform == 2 else words
+    joined = np.ascontiguousarray(words.reshape(es, -1).T).reshape(-1) if transform in (1, 2) else words
+    return _stepped(old, joined, es, order) if transform == 1 else joined
+
+
+def _stepped(old: np.ndarray, coded: np.ndarray, es: int, order: int) -> np.ndarray:
+    """Old words moved by zig-zag coded steps, in Python's integers."""
+    bits = 8 * es
+    mask, low = (1 << bits) - 1, (1 << bits - 1) - 1
+    flip = lambda w: w ^ low if order == 1 and w >> bits - 1 else w  # noqa: E731
+    pairs = zip(old.view(f"<u{es}").tolist(), coded.view(f"<u{es}").tolist(), strict=True)
+    moved = [flip(flip(word) + ((code >> 1) ^ -(code & 1)) & mask) for word, code in pairs]
+    return np.array(moved, f"<u{es}").view(np.uint8)
 
 
 def _zeros(payload: bytes, at: int) -> int:

@@ -61,13 +61,13 @@ def failing(action: str) -> Callable[[EngineRank], Callable[[], None]]:
     """Breaks one rank; returns what mends it."""
 
     def out_of_memory(one: EngineRank) -> Callable[[], None]:
-        real = one.sync._live.store.memory.empty
+        real = one.sync._rank.live.store.memory.empty
 
         def empty(nbytes: int) -> Any:
             raise MemoryError("the device has no memory left")
 
-        one.sync._live.store.memory.empty = empty
-        return lambda: setattr(one.sync._live.store.memory, "empty", real)
+        one.sync._rank.live.store.memory.empty = empty
+        return lambda: setattr(one.sync._rank.live.store.memory, "empty", real)
 
     def launch(one: EngineRank) -> Callable[[], None]:
         """The first operation of a commit writes half of its bytes, as it were, and fails."""
@@ -85,7 +85,7 @@ def failing(action: str) -> Callable[[EngineRank], Callable[[], None]]:
         return lambda: [setattr(kind, "apply", real[kind]) for kind in OPERATIONS] and None
 
     def recompute(one: EngineRank) -> Callable[[], None]:
-        real = one.sync._live.recompute
+        real = one.sync._rank.live.recompute
         calls = []
 
         def broken(names: Any) -> None:
@@ -94,14 +94,14 @@ def failing(action: str) -> Callable[[EngineRank], Callable[[], None]]:
                 raise RuntimeError("a derived tensor cannot be computed")
             real(names)
 
-        one.sync._live.recompute = broken  # type: ignore[method-assign]
-        return lambda: setattr(one.sync._live, "recompute", real)
+        one.sync._rank.live.recompute = broken  # type: ignore[method-assign]
+        return lambda: setattr(one.sync._rank.live, "recompute", real)
 
     def flipped(one: EngineRank) -> Callable[[], None]:
         """A bit of what the commit has written flips before it is looked at."""
-        real = one.sync._live.store.verify
-        one.sync._live.store.verify = lambda update: real(update) or "proj.weight"  # type: ignore[method-assign]
-        return lambda: setattr(one.sync._live.store, "verify", real)
+        real = one.sync._rank.live.store.verify
+        one.sync._rank.live.store.verify = lambda update: real(update) or "proj.weight"  # type: ignore[method-assign]
+        return lambda: setattr(one.sync._rank.live.store, "verify", real)
 
     return {"out_of_memory": out_of_memory, "launch": launch, "recompute": recompute, "flipped": flipped}[action]
 
@@ -161,7 +161,7 @@ def stalls(part: Part) -> Any:
     """The last rank does not come to its verdict in time; the others name it, and all go on together afterwards."""
     one = engine(part, timeout=3.0)
     one.sync.pull(1)
-    last, store = part.number == part.size - 1, one.sync._live.store
+    last, store = part.number == part.size - 1, one.sync._rank.live.store
     real = store.reserve
     if last:
         store.reserve = lambda updates: (part.await_signal("others.0", 30), real(updates))[1]  # type: ignore[method-assign]
@@ -201,13 +201,13 @@ def _killed(part: Part, *, phase: str) -> Any:
         prepared = None if phase == "prepare" else one.sync.prepare(2)
         if part.number == victim:
             name = "reserve" if phase == "prepare" else "verify"
-            setattr(one.sync._live.store, name, lambda *_: part.die())
+            setattr(one.sync._rank.live.store, name, lambda *_: part.die())
         seen = {"raised": told(lambda: one.sync.prepare(2) if prepared is None else one.sync.commit(prepared))}
         one.assert_live(1)
         seen["alone"] = told(lambda: one.sync.pull(2))
         one.assert_live(1)
         part.meet("told", [number for number in range(part.size) if number != victim])
-        one.sync._timeout = 30.0
+        one.sync._rank.team.timeout_s = 30.0
     report = one.sync.pull(2)
     one.assert_live(2)
     seen |= {"path": report.commit_path, "version": one.sync.version}
@@ -223,17 +223,17 @@ def in_doubt(part: Part) -> Any:
     one = engine(part, port=None if proxy is None else proxy.port)
     prepared = one.sync.prepare(1)
     if proxy is not None:
-        real = one.sync._live.store.verify
+        real = one.sync._rank.live.store.verify
 
         def cut(update: Any) -> Any:
             cut_at_record(proxy)
             return real(update)
 
-        one.sync._live.store.verify = cut  # type: ignore[method-assign]
+        one.sync._rank.live.store.verify = cut  # type: ignore[method-assign]
     seen: dict[str, Any] = {"commit": caught(lambda: one.sync.commit(prepared))["error"]}
     seen |= {"ready": one.sync.ready, "doubt": one.sync.in_doubt is not None}
     if proxy is not None:
-        one.sync._live.store.verify = real  # type: ignore[method-assign]
+        one.sync._rank.live.store.verify = real  # type: ignore[method-assign]
         proxy.heal()
     part.meet("committed")
     one.sync.pull(2)
@@ -247,18 +247,18 @@ def in_doubt(part: Part) -> Any:
 def two_hosts(part: Part) -> Any:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     one = engine(part, host=f"host{part.number // 2}")
-    seen: dict[str, Any] = {"leaders": list(one.sync._group.leaders)}
+    seen: dict[str, Any] = {"leaders": list(one.sync._rank.team.group.leaders)}
     fetches = []
-    if one.sync._host is not None:
-        real = one.sync._host.mirror.receive
-        one.sync._host.mirror.receive = lambda *a, **k: (fetches.append(a), real(*a, **k))[1]  # type: ignore[method-assign]
+    if one.sync._rank.host is not None:
+        real = one.sync._rank.host.mirror.receive
+        one.sync._rank.host.mirror.receive = lambda *a, **k: (fetches.append(a), real(*a, **k))[1]  # type: ignore[method-assign]
     for version in (1, 3):
         one.sync.pull(version)
         one.assert_live(version)
     seen["fetches"] = len(fetches)
     if part.number == 2:
-        one.sync._host._sources = _blind(one.sync._host._sources)
-        one.sync._host.mirror._sources = one.sync._host._sources
+        one.sync._rank.host._sources = _blind(one.sync._rank.host._sources)
+        one.sync._rank.host.mirror._sources = one.sync._rank.host._sources
     seen["raised"] = told(lambda: one.sync.pull(4))
     one.assert_live(3)
     one.sync.close()

@@ -8,6 +8,7 @@ from gs01_blobs import changed_words, encode_blob, encode_twice
 from kernel_cases import assert_same_bytes, poisoned
 
 from gpusync_kernels import Payload, SegmentTable, bind_sparse, parse_blob, sparse_apply, sparse_check, sparse_revert
+from gpusync_kernels.sparse_check import zero_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +123,23 @@ def test_positions_beyond_2_to_the_32(place):
         assert_same_bytes(buffer.cpu().numpy(), expected)
 
 
+def stray_bits():
+    """A blob with literals, one bit set where a zero must be: behind the unary bits, the fields, the literals, all."""
+    old, new = changed_words(np.random.default_rng(32), 501, element_bytes=2, order=1, density=0.3, kind="any")
+    sound = np.frombuffer(encode_blob(old, new, order=1, literal_from=10), np.uint8)
+    head = parse_blob(sound, sound.size)
+    words, masks = zero_bits(head)
+    damaged = {}
+    for word, mask in zip(words.tolist(), masks.tolist(), strict=True):
+        for bit in (mask & -mask, 1 << mask.bit_length() - 1):  # the lowest and the highest
+            blob = sound.copy()
+            blob.view("<u4")[word] |= bit
+            damaged[f"bit {bit:#x} of word {word}"] = blob
+    assert head.streams["kind"].any()
+    assert len(damaged) > 10
+    return damaged
+
+
 def test_check_finds_what_would_race_or_disagree(place):
     """Every blob damaged in one of its bits that the check is there for; the sound ones between them stay sound."""
     rng = np.random.default_rng(31)
@@ -146,6 +164,7 @@ def test_check_finds_what_would_race_or_disagree(place):
     blob = sound.copy()
     blob[8:16] = np.frombuffer((5990).to_bytes(8, "little"), np.uint8)
     damaged["a position outside"] = blob
+    damaged |= stray_bits()
     found = sparse_check(payloads_of(list(damaged.values()), place))
     expected = sparse_check(
         [Payload(source=0, data=each, blob=parse_blob(each, each.size)) for each in damaged.values()]

@@ -80,7 +80,8 @@ def test_the_demo_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     install, demo = split_command("Run it")
     assert install == "python -m pip install ."
     program, *arguments = shlex.split(demo)
-    (entry,) = re.findall(rf'^{program} = "([\w.]+:\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]\n")[2].partition("\n\n")[0]
+    (entry,) = re.findall(rf'^{program} = "([\w.]+:\w+)"$', scripts, re.MULTILINE)
     module, function = entry.split(":")
     assert getattr(importlib.import_module(module), function) is main
     with pytest.raises(SystemExit) as caught:

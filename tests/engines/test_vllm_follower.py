@@ -11,7 +11,7 @@ import torch
 from gpusync.engines.module import make_loader
 from gpusync.engines.vllm.follower import RESET, Follower
 from gpusync.engines.vllm.settings import Settings
-from gpusync.errors import DigestMismatchError, RefusedError
+from gpusync.errors import DigestMismatchError, GpusyncError, RefusedError
 from gpusync.layout import named_tensors, trace
 from gpusync.stream import read_checkpoint
 from support.checkpoints import State, Tensor, write_checkpoint
@@ -43,6 +43,7 @@ class Scene:
         self.set(0)
         layout = trace(self.model, load, tensors)
         self.reloads: list[Path] = []
+        self.omission: str | None = None
         self.follower = Follower(
             self.model,
             layout,
@@ -50,6 +51,7 @@ class Scene:
             group=None,
             settings=Settings(visibility_timeout_s=0),
             reload=self._reload,
+            find_omission=lambda _: self.omission,
         )
 
     def set(self, version: int) -> None:
@@ -169,4 +171,22 @@ def test_a_new_run_begins_with_the_base(scene: Scene, tmp_path: Path) -> None:
     scene.publish(1)
     scene.update(1)
     scene.assert_live(1)
+    scene.close()
+
+
+def test_a_reload_that_leaves_something_out_puts_the_engine_in_doubt_for_good(scene: Scene) -> None:
+    scene.publish(1)
+    scene.publish(2)
+    scene.update(1)
+    scene.set(3)
+    scene.follower.forget("/update_weights was called")
+    scene.omission = "experts are not packed"
+    scene.prepare(2)
+    with pytest.raises(GpusyncError, match="experts are not packed"):
+        scene.follower.commit(2)
+    assert scene.follower.status["live"] is None
+    assert scene.follower.status["in_doubt"] == "experts are not packed"
+    with pytest.raises(RefusedError, match="experts are not packed"):
+        scene.prepare(2)
+    assert scene.follower.status["in_doubt"] == "experts are not packed"
     scene.close()

@@ -132,6 +132,29 @@ def test_generation_goes_on_when_the_engines_are_of_one_mind_again() -> None:
     assert client.events[-1] == "resume_generation"
 
 
+@pytest.mark.parametrize("told", [{"live": None}, {"live": None, "in_doubt": "experts are not packed"}])
+def test_an_engine_that_may_be_wrong_is_woken_by_the_next_good_commit(told: dict[str, Any]) -> None:
+    client = FakeEngine()
+    client.answers = lambda call, engine, worker, said: {**_failing("commit", 1, 1)(call, engine, worker, said), **told}
+
+    async def twice() -> None:
+        ranks = _ranks(client)
+        with pytest.raises((RefusedError, DigestMismatchError)):
+            await _updated(ranks)
+        assert "resume_generation" not in client.events
+        client.is_paused_now = True
+        await ranks.prepare(UPDATE)
+        assert "resume_generation" not in client.events, "what is live is not known yet"
+        client.answers = lambda *args: args[-1]
+        client.state["prepared"] = 1
+        client.state["live"] = 0
+        await ranks.commit(1)
+
+    asyncio.run(twice())
+    assert client.events[-1] == "resume_generation"
+    assert len([event for event in client.events if event.startswith("pause")]) == 1
+
+
 def test_what_is_live_already_is_not_committed_again() -> None:
     client = FakeEngine()
 

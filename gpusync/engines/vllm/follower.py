@@ -21,7 +21,8 @@ RESET = "the local checkpoint has become the base again, which was not loaded"
 
 class Follower:
     """Called by one thread at a time. `status` may be read at any time: it is replaced, never changed. `reload` is the
-    engine's ordinary one; it is run inside a commit only."""
+    engine's ordinary one; it is run inside a commit only, and `find_omission` says behind it what it has left out: such
+    an engine is in doubt for good."""
 
     status: Mapping[str, Any]
 
@@ -34,9 +35,12 @@ class Follower:
         group: Any,
         settings: Settings,
         reload: Callable[[Path], object],
+        find_omission: Callable[[Path], str | None] = lambda _: None,
     ) -> None:
         self._model, self._layout, self._base_dir = model, layout, base_dir
-        self._group, self._settings, self._reload = group, settings, reload
+        self._group, self._settings = group, settings
+        self._reload, self._find_omission = reload, find_omission
+        self._broken: str | None = None
         self._sync: WeightSync | None = None
         self._source: Path | None = None
         self._local: Path | None = None
@@ -53,6 +57,8 @@ class Follower:
 
     def prepare(self, version: int, *, source_dir: Path, local_checkpoint_dir: Path) -> str:
         """A collective. Returns, in words, what waits for its commit."""
+        if self._broken is not None:
+            raise RefusedError(self._broken)
         if version != 0 and self._is_reset:
             self.forget(RESET)
         try:
@@ -99,7 +105,7 @@ class Follower:
             self._model,
             load_weights=_no_loader,
             layout=self._layout,
-            reload=self._reload,
+            reload=self._run_reload,
             base_dir=self._base_dir,
             local_checkpoint_dir=local,
             source_dir=source,
@@ -110,6 +116,12 @@ class Follower:
         )
         self._source, self._local, self._unknown = source, local, None
         return self._sync
+
+    def _run_reload(self, directory: Path) -> None:
+        self._reload(directory)
+        self._broken = self._find_omission(directory)
+        if self._broken is not None:
+            raise GpusyncError(self._broken, path=directory)
 
     def _close(self) -> None:
         sync, self._sync = self._sync, None
@@ -131,7 +143,7 @@ class Follower:
             "durable": _durable(sync),
             "prepared": None if prepared is None else prepared.version,
             "commit_path": None if prepared is None else prepared.report.commit_path,
-            "in_doubt": None if sync is None else sync.in_doubt,
+            "in_doubt": self._broken or (None if sync is None else sync.in_doubt),
             "source_dir": None if self._source is None else str(self._source),
             "local_checkpoint_dir": None if self._local is None else str(self._local),
             "report": {} if report is None else report.as_dict(),

@@ -126,25 +126,28 @@ class Ranks:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[Any]:
-        """The engine at rest. If it was so before, it stays so; and if ranks may differ now, it is not woken."""
+        """The engine at rest. If it was so before, and not by us, it stays so; and if it is not known what it would
+        serve, it is not woken."""
         client = self._get_client()
-        was_paused = await client.is_paused()
-        if not was_paused:
+        is_paused = await client.is_paused()
+        is_theirs = is_paused and not self._is_fenced
+        if not is_paused:
             await client.pause_generation(mode=self._settings.pause, clear_cache=False)
         try:
             yield client
         finally:
-            self._is_fenced = not was_paused and self._may_differ()
-            if not was_paused and not self._is_fenced:
+            self._is_fenced = not is_theirs and not self._is_certain
+            if not is_theirs and not self._is_fenced:
                 await client.resume_generation()
 
-    def _may_differ(self) -> bool:
-        every = [each for engine in self.told for each in engine]
-        lives = {each.get("live") for each in every}
-        return len(lives) > 1 or self.status().in_doubt is not None
+    @property
+    def _is_certain(self) -> bool:
+        """All ranks know what is live, and it is the same."""
+        status = self.status()
+        return status.live is not None and status.in_doubt is None
 
     async def _lift_fence(self) -> None:
-        if self._is_fenced and not self._may_differ():
+        if self._is_fenced and self._is_certain:
             self._is_fenced = False
             await self._get_client().resume_generation()
 

@@ -15,6 +15,7 @@ import torch
 from gpusync.endpoint.wire import error_as_dict
 from gpusync.engines.vllm.follower import Follower
 from gpusync.engines.vllm.layout import resolve_base, trace_model
+from gpusync.engines.vllm.packing import Packing
 from gpusync.engines.vllm.rank import Rank
 from gpusync.engines.vllm.refusals import find_refusal
 from gpusync.engines.vllm.settings import Settings, read_settings
@@ -82,11 +83,13 @@ def _follow(worker: Any, group: Any, settings: Settings) -> Follower:
         raise RefusedError(reason)
     base_dir = resolve_base(worker.vllm_config)
     layout = trace_model(worker, read_checkpoint(base_dir, follow_links=True).tensors)
+    packing = Packing(layout, worker.get_model(), base_dir)
     return Follower(
         worker.get_model(),
-        layout,
+        packing.layout,
         base_dir=base_dir,
         group=group,
         settings=settings,
         reload=lambda directory: worker.reload_weights(weights_path=str(directory)),
+        find_omission=packing.find_omission,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from gpusync.cli.engine import read_engine
 from gpusync.cli.output import json_option, print_json, printable
 from gpusync.mirror import state
 from gpusync.stream import filesystem_type, has_atomic_rename, is_local
@@ -29,8 +30,11 @@ Facts = dict[str, object]
 @click.command("doctor")
 @click.option("--local-checkpoint-dir", type=DIRECTORY, help="Look at this local checkpoint too.")
 @click.option("--source-dir", type=DIRECTORY, help="Look at this stream's filesystem too.")
+@click.option("--engine", metavar="URL", help="Ask this engine whether gpusync is on in it, and why not.")
 @json_option
-def doctor_command(local_checkpoint_dir: Path | None, source_dir: Path | None, as_json: bool) -> None:
+def doctor_command(
+    local_checkpoint_dir: Path | None, source_dir: Path | None, engine: str | None, as_json: bool
+) -> None:
     """Show what this machine offers, and what is used of it.
 
     Versions, devices and filesystems, and which backends are usable with the reason.
@@ -40,6 +44,8 @@ def doctor_command(local_checkpoint_dir: Path | None, source_dir: Path | None, a
         found["local_checkpoint"] = _local(local_checkpoint_dir)
     if source_dir is not None:
         found["stream"] = _stream(source_dir)
+    if engine is not None:
+        found["engine"] = read_engine(engine)
     if as_json:
         print_json(found)
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpusync.engines.vllm.settings import Settings
-from gpusync.errors import GpusyncError, MirrorError, RefusedError
+from gpusync.errors import GpusyncError, RefusedError
 from gpusync.layout import LayoutMap, attach, named_tensors
 from gpusync.sync import SyncReport, WeightSync
 
@@ -153,8 +153,8 @@ class Follower:
 def _durable(sync: WeightSync | None) -> int | None:
     try:
         return None if sync is None else sync.durable_version
-    except MirrorError:
-        return None  # known to the leader of a host alone
+    except GpusyncError:
+        return None  # known to the leader of a host alone, and never worth failing an update that has succeeded
 
 
 def _no_loader(_: object) -> None:

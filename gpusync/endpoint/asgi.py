@@ -25,7 +25,7 @@ class AsgiApp:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            await _send_reply(send, await self._reply(scope, receive))
+            await send_reply(send, await self._reply(scope, receive))
 
     async def _reply(self, scope: Scope, receive: Receive) -> HttpReply:
         body = await _read_body(receive)
@@ -61,7 +61,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return values[0].decode("latin-1") if values else None
 
 
-async def _send_reply(send: Send, reply: HttpReply) -> None:
+async def send_reply(send: Send, reply: HttpReply) -> None:
     headers = [(b"content-type", reply.content_type.encode()), (b"content-length", str(len(reply.body)).encode())]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})

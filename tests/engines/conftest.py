@@ -6,9 +6,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from engines.sglang_environment import find_python
+from engines import sglang_environment, vllm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "gpusync", "kernels")
@@ -16,24 +17,43 @@ BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "gpusync", "kernels")
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    if os.environ.get("GPUSYNC_SKIP_ENGINES", "") not in ("", "0"):
-        pytest.skip("GPUSYNC_SKIP_ENGINES is set")
-    python = find_python()
-    if python is None:
-        pytest.skip("no sglang here: `python tests/engines/sglang_environment.py` installs it")
-    return python
+    return find_python("sglang", sglang_environment)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    return find_python("vLLM", vllm_environment)
 
 
 @pytest.fixture(scope="session")
 def sglang_site(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with gpusync installed as for anybody: sglang finds the plugin by its entry point."""
-    tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
+    return install_gpusync(sglang_python, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def vllm_site(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install_gpusync(vllm_python, tmp_path_factory)
+
+
+def find_python(engine: str, environment: ModuleType) -> Path:
+    if os.environ.get("GPUSYNC_SKIP_ENGINES", "") not in ("", "0"):
+        pytest.skip("GPUSYNC_SKIP_ENGINES is set")
+    python = environment.find_python()
+    if python is None:
+        script = Path(str(environment.__file__)).relative_to(ROOT)
+        pytest.skip(f"no {engine} here: `python {script}` installs it")
+    return Path(python)
+
+
+def install_gpusync(python: Path, scratch: pytest.TempPathFactory) -> Path:
+    """A directory with gpusync installed as for anybody: engines find the plugins by their entry points."""
+    tree, site = scratch.mktemp("tree"), scratch.mktemp("site")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(ROOT / name, tree / name)
-    pip = [sglang_python, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--quiet"]
+    pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--quiet"]
     done = subprocess.run([*pip, "--target", site, tree], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return site

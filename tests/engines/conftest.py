@@ -22,6 +22,8 @@ def sglang_python() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
+    if os.environ.get("GPUSYNC_TEST_VLLM", "") in ("", "0"):
+        pytest.skip("vLLM's servers are started when GPUSYNC_TEST_VLLM is set")
     return find_python("vLLM", vllm_environment)
 
 

@@ -54,6 +54,12 @@ def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, orde
     _add(words.view(SIGNED[words.itemsize]), index, values, magnitude, bits, flipped, int(revert))
 
 
+def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert: bool) -> None:
+    bits = 8 * words.itemsize
+    flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
+    _add_streams(words.view(SIGNED[words.itemsize]), data.view("<u4"), streams, bits, flipped, int(revert))
+
+
 def mark(seen: Any, index: Ints) -> bool:
     return bool(_mark(seen, index))
 
@@ -141,6 +147,51 @@ def _add(words, index, values, magnitude, bits, flipped, revert):
         word ^= (word >> top) & int64(flipped)
         word = ((word + step) << lost) >> lost
         words[index[number]] = word ^ ((word >> top) & int64(flipped))
+
+
+@_compiled
+def _add_streams(words, data, streams, bits, flipped, revert):
+    top, lost, mask = int64(bits - 1), int64(64 - bits), int64(flipped)
+    index, steps = np.empty(1024, np.int64), np.empty(1024, np.int64)
+    for number in range(len(streams)):
+        position, count, nbits = streams[number, 0], streams[number, 2], streams[number, 3]
+        end = position + streams[number, 1]
+        k, width, magnitude = uint64(streams[number, 4]), uint64(streams[number, 4] + streams[number, 5]), streams[number, 6]
+        unary, fields = streams[number, 7] >> 2, streams[number, 8] >> 2
+        low, high = (uint64(1) << k) - uint64(1), (uint64(1) << (width - k)) - uint64(1)
+        at, rank = uint64(0), int64(0)
+        for block in range(0, (nbits + 31) // 32, 32):
+            found = 0
+            for place in range(block, min(block + 32, (nbits + 31) // 32)):
+                word = uint64(data[unary + place])
+                left = min(nbits - 32 * place, 32)
+                if left < 32:
+                    word &= (uint64(1) << uint64(left)) - uint64(1)
+                passed = int64(0)
+                while word != 0 and rank < count:
+                    bit = int64(trailing_zeros(word))
+                    word &= word - uint64(1)
+                    here = fields + int64(at >> uint64(5))
+                    field = (uint64(data[here]) | (uint64(data[here + 1]) << uint64(32))) >> (at & uint64(31))
+                    at += width
+                    position += ((bit - passed) << int64(k)) + int64(field & low) + 1
+                    passed = bit + 1
+                    value = int64((field >> k) & high)
+                    size = magnitude + (value >> 1)
+                    index[found] = position - 1
+                    steps[found] = -size if (value & 1) != revert else size
+                    found += 1
+                    rank += 1
+                position += int64(32 - passed) << int64(k)
+            if position > end:
+                while found > 0 and index[found - 1] >= end:
+                    found -= 1
+            for change in range(found):
+                spot = index[change]
+                old = int64(words[spot])
+                old ^= (old >> top) & mask
+                new = ((old + steps[change]) << lost) >> lost
+                words[spot] = new ^ ((new >> top) & mask)
 
 
 @_compiled

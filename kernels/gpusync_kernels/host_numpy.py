@@ -17,6 +17,9 @@ BLOCK_BITS = 1024
 UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 LINE_BYTES = 64
 _DENSE_WORDS = 1 << 16
+# Unary bits decoded together: what is made of them stays in a core's L2.
+_STRETCH_BITS = 1 << 16
+_COUNTING = np.arange(_STRETCH_BITS)
 
 Values = npt.NDArray[np.uint32]
 
@@ -44,23 +47,34 @@ def decode_bits(
     k = 1, v = 0, bits 0 1 1, fields 1 0, position 0: a zero adds 2, a one its low bits + 1, so the changes are at 3, 4
     and the pairs (0, 0) and (5, 2)
     """
-    ones = np.flatnonzero(np.unpackbits(unary, count=bits, bitorder="little").view(np.bool_))[: max(most, 0)]
+    ones = _ones(unary, bits)[: max(most, 0)]
     packed = unpack_fields(fields, k + v, first, len(ones))
-    sums = np.cumsum(packed & np.uint32((1 << k) - 1), dtype=np.int64)
-    every = np.arange(len(ones))
-    positions = ones - every
+    sums = _low_sums(packed, k)
+    positions = ones - np.arange(len(ones))
     positions <<= k
     positions += sums
-    every += position
-    positions += every
+    positions += position - 1
     return positions, packed >> np.uint32(k), _pairs(ones, sums, bits, k, position) if want_pairs else _NO_PAIRS
+
+
+def _ones(unary: Bytes, bits: int) -> Ints:
+    found: Ints = np.unpackbits(unary, count=bits, bitorder="little").view(np.bool_).nonzero()[0]
+    return found
+
+
+def _low_sums(packed: Values, k: int) -> Ints:
+    """What ones up to each add up to: their low bits + 1."""
+    low = packed & np.uint32((1 << k) - 1)
+    low += np.uint32(1)
+    sums: Ints = np.add.accumulate(low, dtype=np.int64)
+    return sums
 
 
 def _pairs(ones: Ints, sums: Ints, bits: int, k: int, position: int) -> Ints:
     borders = np.minimum(np.arange(-(-bits // BLOCK_BITS) + 1) * BLOCK_BITS, bits)
     ranks = np.searchsorted(ones, borders)
     low = np.where(ranks > 0, sums[np.maximum(ranks, 1) - 1], 0) if len(sums) else np.zeros_like(ranks)
-    return np.stack([position + ((borders - ranks) << k) + low + ranks, ranks], 1)
+    return np.stack([position + ((borders - ranks) << k) + low, ranks], 1)
 
 
 def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
@@ -68,6 +82,33 @@ def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, orde
     old = to_order(words.take(index), order)
     steps = step_of(values, magnitude, words.itemsize)
     words[index] = from_order(old - steps if revert else old + steps, order)
+
+
+def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert: bool) -> None:
+    """Adds the steps of whole streams of one blob, of which `data` are the bytes; or takes them off.
+
+    `streams`, int64 [streams, 9]: the index in `words` that positions count from, span, count, nbits, k, v, 2**g, and
+    where unary and fields begin. The head has been checked; changes behind the span are left out.
+    """
+    for start, span, count, nbits, k, v, magnitude, unary_at, fields_at in streams.tolist():
+        rank, position = 0, start
+        for bit in range(0, nbits, _STRETCH_BITS):
+            bits = min(_STRETCH_BITS, nbits - bit)
+            ones = _ones(data[unary_at + bit // 8 : unary_at + -(-(bit + bits) // 8)], bits)[: count - rank]
+            found = len(ones)
+            packed = unpack_fields(data[fields_at:], k + v, rank, found)
+            positions = _low_sums(packed, k)
+            zeros = bits - found
+            end = position + (zeros << k) + (int(positions[-1]) if found else 0)
+            ones -= _COUNTING[:found]
+            ones <<= k
+            positions += ones
+            positions += position - 1
+            packed >>= np.uint32(k)
+            if end > start + span:
+                found = int(np.searchsorted(positions, start + span))
+            add_steps(words, positions[:found], packed[:found], magnitude=magnitude, order=order, revert=revert)
+            rank, position = rank + len(ones), end
 
 
 def mark(seen: npt.NDArray[np.bool_], index: Ints) -> bool:
@@ -135,33 +176,36 @@ def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[in
 
 def step_of(values: Values, magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
     """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
-    kind = UNSIGNED[element_bytes]
-    size: Words = (values >> np.uint32(1)).astype(kind) + kind.type(magnitude)
-    negative = kind.type(0) - (values & np.uint32(1)).astype(kind)  # all ones, or none
+    kind, one = UNSIGNED[element_bytes], np.uint16(1)
+    narrow = values.astype(np.uint16)
+    size: Words = (narrow >> one).astype(kind, copy=False)
+    narrow &= one
+    negative = kind.type(0) - narrow.astype(kind, copy=False)  # all ones, or none
+    size += kind.type(magnitude)
     size ^= negative
     size -= negative
     return size.view(SIGNED[element_bytes])
 
 
 def unpack_fields(data: Bytes, width: int, first: int, count: int) -> Values:
-    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on into little-endian u32 words."""
+    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on."""
     if width == 0 or count == 0:
         return np.zeros(count, np.uint32)
-    skipped = first % 32  # 32 fields fill `width` words: every column of such a row has one shift
-    groups = -(-(skipped + count) // 32)
-    start = first // 32 * width
-    words = np.zeros(groups * width, np.uint32)
-    source = data.view("<u4")[start : start + groups * width]
-    words[: len(source)] = source
-    words = np.concatenate([words.reshape(groups, width), np.zeros((groups, 1), np.uint32)], axis=1)
-    fields = np.empty((groups, 32), np.uint32)
-    for column in range(32):
-        word, shift = divmod(column * width, 32)
-        field = words[:, word] >> np.uint32(shift)
-        if shift + width > 32:
-            field |= words[:, word + 1] << np.uint32(32 - shift)
-        fields[:, column] = field
-    return fields.reshape(-1)[skipped : skipped + count] & np.uint32((1 << width) - 1)
+    skipped = first % 8  # 8 fields fill `width` bytes: every column of such a row has one shift
+    groups = -(-(skipped + count) // 8)
+    source = data[first // 8 * width :][: groups * width]
+    room = np.empty(groups * width + 8, np.uint8)
+    room[: len(source)] = source
+    room[len(source) :] = 0
+    kind = UNSIGNED[4 if width <= 25 else 8]
+    fields = np.empty((groups, 8), kind)
+    for column in range(8):
+        at, shift = divmod(column * width, 8)
+        words: Words = np.ndarray(groups, kind, room, at, width)
+        np.right_shift(words, kind.type(shift), out=fields[:, column])
+    found = fields.reshape(-1)[skipped : skipped + count]
+    found &= kind.type((1 << width) - 1)
+    return found.astype(np.uint32, copy=False)
 
 
 def pack_fields(fields: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint32]:

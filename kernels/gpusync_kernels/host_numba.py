@@ -152,7 +152,7 @@ def _add(words, index, values, magnitude, bits, flipped, revert):
 @_compiled
 def _add_streams(words, data, streams, bits, flipped, revert):
     top, lost, mask = int64(bits - 1), int64(64 - bits), int64(flipped)
-    index, steps = np.empty(1024, np.int64), np.empty(1024, np.int64)
+    index, steps, olds = np.empty(1024, np.int64), np.empty(1024, np.int64), np.empty(1024, words.dtype)
     for number in range(len(streams)):
         position, count, nbits = streams[number, 0], streams[number, 2], streams[number, 3]
         end = position + streams[number, 1]
@@ -186,12 +186,13 @@ def _add_streams(words, data, streams, bits, flipped, revert):
             if position > end:
                 while found > 0 and index[found - 1] >= end:
                     found -= 1
+            for change in range(found):  # loads alone: many cache misses in flight
+                olds[change] = words[index[change]]
             for change in range(found):
-                spot = index[change]
-                old = int64(words[spot])
+                old = int64(olds[change])
                 old ^= (old >> top) & mask
                 new = ((old + steps[change]) << lost) >> lost
-                words[spot] = new ^ ((new >> top) & mask)
+                words[index[change]] = new ^ ((new >> top) & mask)
 
 
 @_compiled

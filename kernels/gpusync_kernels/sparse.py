@@ -103,9 +103,9 @@ class BoundSparse:
         """Per other pair: the stream, the destination's words, values, where they go, and ranks."""
         buffers = [byte_view(buffer) for buffer in self.dst]
         other = ~self.is_whole
-        pairs = zip(self.stream_of[other], self.segment_of[other], self.blocks[other].tolist(), strict=True)
-        for i, j, (first, stop) in pairs:
+        for i, j in zip(self.stream_of[other], self.segment_of[other], strict=True):
             stream, segment = self.streams[i], self.segments[j]
+            first, stop = self._blocks(stream, segment)
             payload = self.payloads[stream["payload"]]
             decoded = decode_stream(byte_view(payload.data), payload.blob, int(stream["number"]), first, stop)
             positions, values, rank = decoded

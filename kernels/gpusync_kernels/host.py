@@ -22,7 +22,6 @@ class HostOps:
     decode_bits: Callable[..., tuple[Any, Any, Any]]
     add_steps: Callable[..., None]
     add_streams: Callable[..., None]
-    mark: Callable[..., bool]
     find_steps: Callable[..., tuple[Any, Any]]
     pack_changes: Callable[..., tuple[int, Any, Any, Any]]
 
@@ -32,7 +31,6 @@ NUMPY = HostOps(
     decode_bits=host_numpy.decode_bits,
     add_steps=host_numpy.add_steps,
     add_streams=host_numpy.add_streams,
-    mark=host_numpy.mark,
     find_steps=host_numpy.find_steps,
     pack_changes=host_numpy.pack_changes,
 )
@@ -56,7 +54,6 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
         decode_bits=host_numba.decode_bits,
         add_steps=host_numba.add_steps,
         add_streams=host_numba.add_streams,
-        mark=host_numba.mark,
         find_steps=host_numba.find_steps,
         pack_changes=host_numba.pack_changes,
     )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from gpusync_kernels.buffers import Buffer, Ints, address_of, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.gs01 import LITERAL, Blob, decode_stream
 from gpusync_kernels.host import host_ops
+from gpusync_kernels.host_numpy import step_of
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
@@ -167,8 +168,8 @@ def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
         if stream["kind"] == LITERAL:
             _replace(bound, stream, target, index, ranks, revert=revert)
         else:
-            magnitude, order = int(stream["magnitude"]), int(stream["order"])
-            add_steps(target, index, values, magnitude=magnitude, order=order, revert=revert)
+            steps = step_of(values, int(stream["magnitude"]), target.itemsize)
+            add_steps(target, index, steps, order=int(stream["order"]), revert=revert)
 
 
 def _replace(bound: BoundSparse, stream: Any, target: Any, index: Ints, ranks: Any, *, revert: bool) -> None:

@@ -6,7 +6,8 @@ check of the format is made on the way, before the window that it concerns is ch
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,8 @@ class Gs01Decoder:
             walk.changes(first, min(step, self.blob.elements - first))
 
 
-class _Changes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Changes:
     """Of a range of elements, from whose first indices count: where steps go, the steps, and `(index, words)`."""
 
     index: Ints

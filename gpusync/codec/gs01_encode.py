@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpusync.codec.gs01_exact import EXACT_CHANGES, choose_k, exact_streams
 from gpusync.codec.gs01_plan import CLASSES, LITERAL_CLASS, PartPlans, StreamPlan, plan_streams
 from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.codec.windows import total_bytes
@@ -33,7 +34,6 @@ KEEP_BYTES = 64 << 20
 # Not even those of one piece, if they are more than this share of it.
 _KEEP_SHARE = 0.5
 _DENSE = 0.05
-_MAX_K = 16
 _CLASS_OF = np.zeros((1 << LITERAL_CLASS) + 1, np.uint8)
 for _class in range(CLASSES):
     _CLASS_OF[1 << _class : 2 << _class] = _class
@@ -95,7 +95,9 @@ class Gs01Steps:
             steps = self._part(part)
             if not len(steps.positions):
                 continue
-            for plan in [*self._plans.streams(part), None]:
+            exact = self.changed <= EXACT_CHANGES
+            plans = exact_streams(steps.positions, steps.sizes, steps.classes) if exact else self._plans.streams(part)
+            for plan in [*plans, None]:
                 stream = _encode_stream(steps, plan, part)
                 if stream is not None:
                     descriptors.append(stream[0])
@@ -215,13 +217,14 @@ def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[b
         values = np.zeros(len(some), np.uint32)
     else:
         some = np.flatnonzero((steps.classes >= plan.first) & (steps.classes < plan.stop))
-        first, v, kind = plan.first, plan.v, 0
+        first, kind = plan.first, 0
         values = (steps.sizes[some].astype(np.uint32) - np.uint32(1 << first)) << np.uint32(1)
         values |= steps.negative[some]
+        v = max(1, int(values.max(initial=0)).bit_length())
     if not len(some):
         return None
     positions = steps.positions[some].astype(np.int64)
-    k = _choose_k(positions, 32 - v)
+    k = choose_k(gaps_of(positions), 32 - v)[0]
     bits, *arrays = host_ops().pack_changes(positions, values, k=k, v=v)
     descriptor = np.array([(len(some), bits, part, first, k, v, kind)], DESCRIPTOR)
     return descriptor.tobytes(), _body(steps.literals if plan is None else None, arrays)
@@ -233,14 +236,6 @@ def _count_classes(classes: npt.NDArray[np.uint8]) -> Ints:
     for start in range(0, len(classes), 1 << 16):
         counts += np.bincount(classes[start : start + (1 << 16)], minlength=CLASSES)
     return counts
-
-
-def _choose_k(positions: Ints, most: int) -> int:
-    """The low bits of a gap that take the least room, near log2(0.69 x mean gap)."""
-    gaps = gaps_of(positions)
-    middle = int(np.log2(max(1.0, 0.69 * float(gaps.mean()))))
-    near = range(max(0, min(middle - 1, most, _MAX_K)), min(middle + 1, most, _MAX_K) + 1)
-    return min(near, key=lambda k: int((gaps >> k).sum()) + len(gaps) * (k + 1))
 
 
 def _body(literals: Words | None, arrays: list[Any]) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ class HostOps:
     decode_bits: Callable[..., tuple[Any, Any, Any]]
     add_steps: Callable[..., None]
     add_streams: Callable[..., None]
-    find_steps: Callable[..., tuple[Any, Any]]
+    find_steps: Callable[..., tuple[Any, Any] | None]
     pack_changes: Callable[..., tuple[int, Any, Any, Any]]
 
 

@@ -159,9 +159,9 @@ def _add(words, index, steps, bits, flipped, sign):
 def _add_streams(words, data, streams, bits, flipped, revert):
     index, steps, olds = np.empty(1024, np.int64), np.empty(1024, np.int64), np.empty(1024, words.dtype)
     for number in range(len(streams)):
-        position, count, nbits = streams[number, 0], streams[number, 2], streams[number, 3]
-        end = position + streams[number, 1]
-        k, width, magnitude = uint64(streams[number, 4]), uint64(streams[number, 4] + streams[number, 5]), streams[number, 6]
+        position, span, count, nbits = streams[number, :4]
+        low_bits, high_bits, magnitude = streams[number, 4:7]
+        end, k, width = position + span, uint64(low_bits), uint64(low_bits + high_bits)
         unary, fields = streams[number, 7] >> 2, streams[number, 8] >> 2
         low, high = (uint64(1) << k) - uint64(1), (uint64(1) << (width - k)) - uint64(1)
         at, rank = uint64(0), int64(0)

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 256 << 10
+_STRETCH = 1 << 16  # elements
 
 
 class Gf01Decoder:
@@ -101,7 +102,10 @@ class Gf01Decoder:
         self._join_planes(coded, start)
         kind, order = f"<u{self.element_bytes}", int(self.float_order)
         words = piece.view(kind)
-        words[:] = from_order(to_order(words, order) + unzigzag(coded.view(kind)), order)
+        for at in range(0, len(words), _STRETCH):  # what is computed on the way stays small
+            some = words[at : at + _STRETCH]
+            steps = unzigzag(coded.view(kind)[at : at + _STRETCH])
+            some[:] = from_order(to_order(some, order) + steps, order)
 
     def _apply_flat(self, piece: U8, start: int) -> None:
         at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 
 import numpy as np
 import zstandard
@@ -23,6 +24,8 @@ from gpusync.errors import NOWHERE, LayoutError, UnsupportedFormatError, Where
 from gpusync_kernels.word_order import to_order, zigzag
 
 FRAME_BYTES = 64 << 10
+# Steps take several times the room of a window while they are computed.
+_WINDOW_BYTES = WINDOW_BYTES // 4
 
 
 def encode_gf01(
@@ -35,7 +38,7 @@ def encode_gf01(
     frame_bytes: int = FRAME_BYTES,
     level: int = 1,
     nbytes: int | None = None,
-    window_bytes: int = WINDOW_BYTES,
+    window_bytes: int = _WINDOW_BYTES,
     where: Where = NOWHERE,
 ) -> bytes | None:
     """The payload of a tensor, or None if `old` is given and equal to `new`.
@@ -110,7 +113,13 @@ class _FrameWriter:
             sizes=[len(frame) for frame in self._stored],
         )
         stored_bytes = sum(map(len, self._stored))
-        return b"".join((head, *self._stored, bytes(padding(stored_bytes))))
+        joined = BytesIO()
+        joined.write(head)
+        for frame, stored in enumerate(self._stored):
+            joined.write(stored)
+            self._stored[frame] = b""  # never all of it twice
+        joined.write(bytes(padding(stored_bytes)))
+        return joined.getvalue()
 
     def _put_part(self, frame: int, inside: int, part: U8, size: int) -> None:
         buffer, filled = self._open.pop(frame) if frame in self._open else (np.empty(size, np.uint8), 0)

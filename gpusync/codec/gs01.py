@@ -6,7 +6,7 @@ check of the format is made on the way, before the window that it concerns is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Bl
 from gpusync_kernels.host import host_ops
 
 GS01_MAGIC = MAGIC
+
+_NOWHERE: Ints = np.empty(0, np.int64)
 
 
 class Gs01Decoder:
@@ -44,13 +46,10 @@ class Gs01Decoder:
         blob = self.blob
         for piece, start in pieces(window, offset):
             words = piece.view(f"<u{blob.element_bytes}")
-            for reader, index, values in self._walk.changes(start // blob.element_bytes, len(words)):
-                if reader.is_literal:
-                    words[index] = values
-                else:
-                    host_ops().add_steps(
-                        words, index, values, magnitude=reader.magnitude, order=blob.order, revert=False
-                    )
+            changes = self._walk.changes(start // blob.element_bytes, len(words))
+            host_ops().add_steps(words, changes.index, changes.steps, order=blob.order, revert=False)
+            for index, literals in changes.literals:
+                words[index] = literals
 
     def finish(self) -> None:
         self._order.finish()
@@ -62,8 +61,16 @@ class Gs01Decoder:
         """
         walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
         for first in range(0, self.blob.elements, step):
-            for _ in walk.changes(first, min(step, self.blob.elements - first)):
-                pass
+            walk.changes(first, min(step, self.blob.elements - first))
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Of a range of elements, from whose first indices count: where steps go, the steps, and `(index, words)`."""
+
+    index: Ints
+    steps: npt.NDArray[Any]
+    literals: list[tuple[Ints, npt.NDArray[Any]]]
 
 
 class _Walk:
@@ -75,32 +82,43 @@ class _Walk:
         self._bases = blob.base[self._by_part]
         self._opened = 0
         self._readers: list[StreamReader] = []
+        self._none = np.empty(0, f"<i{blob.element_bytes}")
         self._seen: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
-    def changes(self, first: int, count: int) -> Iterator[tuple[StreamReader, Ints, npt.NDArray[Any]]]:
-        """`(stream, indices, values)` for elements [first, first + count), which indices count from the first of.
+    def changes(self, first: int, count: int) -> _Changes:
+        """Those of elements [first, first + count). Ranges come ascending and gapless.
 
-        Ranges come ascending and gapless. An element that two streams change is an error.
+        An element that two streams change is an error.
         """
         stop = first + count
         while self._opened < len(self._bases) and self._bases[self._opened] < stop:
             number = int(self._by_part[self._opened])
             self._readers.append(StreamReader(self._payload, self._blob, number, where=self._where))
             self._opened += 1
-        seen = self._clear(count) if len(self._readers) > 1 else None
+        index, steps, literals = [_NOWHERE], [self._none], []
         for reader in self._readers:
             for positions, values in reader.take(stop):
-                index = positions - first
-                if seen is not None and host_ops().mark(seen, index):
-                    raise PayloadError("GS01 streams change an element twice", where=self._where)
-                yield reader, index, values
+                if reader.is_literal:
+                    literals.append((positions - first, values))
+                else:
+                    index.append(positions)
+                    steps.append(values)
+        merged = np.concatenate(index)
+        merged -= first
+        if len(self._readers) > 1:
+            self._check_different([merged, *(positions for positions, _ in literals)], count)
         self._readers = [reader for reader in self._readers if reader.base + reader.span > stop]
+        return _Changes(merged, np.concatenate(steps), literals)
 
-    def _clear(self, count: int) -> npt.NDArray[np.bool_]:
+    def _check_different(self, indices: list[Ints], count: int) -> None:
         if len(self._seen) < count:
             self._seen = np.empty(count, np.bool_)
-        self._seen[:count] = False
-        return self._seen[:count]
+        seen = self._seen[:count]
+        seen[:] = False
+        for index in indices:
+            seen[index] = True
+        if np.count_nonzero(seen) != sum(len(index) for index in indices):
+            raise PayloadError("GS01 streams change an element twice", where=self._where)
 
 
 def _read_blob(payload: Payload, *, nbytes: int, element_bytes: int, where: Where) -> Blob:

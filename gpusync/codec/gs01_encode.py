@@ -12,23 +12,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpusync.codec.gs01_exact import EXACT_CHANGES, choose_k, exact_streams
 from gpusync.codec.gs01_plan import CLASSES, LITERAL_CLASS, PartPlans, StreamPlan, plan_streams
 from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.codec.windows import total_bytes
 from gpusync.errors import NOWHERE, LayoutError, Where
 from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD, LITERAL, MAGIC
 from gpusync_kernels.host import host_ops
+from gpusync_kernels.host_numpy import gaps_of
 
-# Tensors are looked at in pieces of this many elements; a part of a blob is 4 or 16 of them: small
-# parts follow changes that cluster.
-PIECE_LOG2 = 18
-PART_LOG2 = (22, 20)
+# Tensors are looked at in pieces of this many elements; a part of a blob is 16, 4 or 1 of them: small parts follow
+# changes that cluster, large ones have fewer streams.
+PIECE_LOG2 = 20
+PART_LOG2 = (24, 22, 20)
+# Where more than this share of a piece changes, it is looked at in short stretches.
+_MANY = 1 / 16
+_STRETCH_LOG2 = 16
+_FEW = 1 << 12
 # Steps that have been found are kept up to this size, and found again above it.
 KEEP_BYTES = 64 << 20
 # Not even those of one piece, if they are more than this share of it.
 _KEEP_SHARE = 0.5
 _DENSE = 0.05
-_MAX_K = 16
 _CLASS_OF = np.zeros((1 << LITERAL_CLASS) + 1, np.uint8)
 for _class in range(CLASSES):
     _CLASS_OF[1 << _class : 2 << _class] = _class
@@ -90,7 +95,9 @@ class Gs01Steps:
             steps = self._part(part)
             if not len(steps.positions):
                 continue
-            for plan in [*self._plans.streams(part), None]:
+            exact = self.changed <= EXACT_CHANGES
+            plans = exact_streams(steps.positions, steps.sizes, steps.classes) if exact else self._plans.streams(part)
+            for plan in [*plans, None]:
                 stream = _encode_stream(steps, plan, part)
                 if stream is not None:
                     descriptors.append(stream[0])
@@ -106,7 +113,10 @@ class Gs01Steps:
         self._histogram = np.zeros((pieces, CLASSES), np.int64)
         kept = 0
         for piece in range(pieces):
-            steps = self._find(piece)
+            steps = self._find_few(piece)
+            if steps is None:
+                self._histogram[piece] = sum(_count_classes(each.classes) for each in self._find_many(piece))
+                continue
             self._histogram[piece] = _count_classes(steps.classes)
             if steps.nbytes <= _KEEP_SHARE * (self._element_bytes << PIECE_LOG2) and kept + steps.nbytes <= KEEP_BYTES:
                 self._kept[piece] = steps
@@ -136,22 +146,46 @@ class Gs01Steps:
         ]
         if len(found) == 1 and found[0][0] == pieces[0]:
             return found[0][1]
-        first, each = pieces[0], [steps for _, steps in found]
-        offsets = [steps.positions.astype(np.int64) + (piece - first << PIECE_LOG2) for piece, steps in found]
-        empty = self._nothing()
+        return self._join([(piece - pieces[0] << PIECE_LOG2, steps) for piece, steps in found])
+
+    def _join(self, found: list[tuple[int, _Steps]]) -> _Steps:
+        """Stretches in one, each with where its positions count from."""
+        each = [self._nothing(), *(steps for _, steps in found)]
+        positions = [steps.positions + np.uint32(start) for start, steps in [(0, each[0]), *found]]
         return _Steps(
-            positions=np.concatenate([empty.positions, *offsets]),
-            sizes=np.concatenate([empty.sizes, *(steps.sizes for steps in each)]),
-            negative=np.concatenate([empty.negative, *(steps.negative for steps in each)]),
-            classes=np.concatenate([empty.classes, *(steps.classes for steps in each)]),
-            literals=np.concatenate([empty.literals, *(steps.literals for steps in each)]),
+            positions=np.concatenate(positions),
+            sizes=np.concatenate([steps.sizes for steps in each]),
+            negative=np.concatenate([steps.negative for steps in each]),
+            classes=np.concatenate([steps.classes for steps in each]),
+            literals=np.concatenate([steps.literals for steps in each]),
         )
 
     def _find(self, piece: int) -> _Steps:
-        start = (piece << PIECE_LOG2) * self._element_bytes
-        nbytes = min(self._element_bytes << PIECE_LOG2, self._elements * self._element_bytes - start)
-        old, new = (_stretch(side, start, nbytes) for side in (self._old, self._new))
-        positions, steps = host_ops().find_steps(old, new, element_bytes=self._element_bytes, order=self._order)
+        steps = self._find_few(piece)
+        if steps is None:
+            steps = self._join([(at << _STRETCH_LOG2, each) for at, each in enumerate(self._find_many(piece))])
+        return steps
+
+    def _find_few(self, piece: int) -> _Steps | None:
+        """None where changes are many."""
+        return self._look(piece << PIECE_LOG2, 1 << PIECE_LOG2, _MANY)
+
+    def _find_many(self, piece: int) -> Iterator[_Steps]:
+        start = piece << PIECE_LOG2
+        for at in range(start, min(start + (1 << PIECE_LOG2), self._elements), 1 << _STRETCH_LOG2):
+            yield self._look(at, 1 << _STRETCH_LOG2, 1) or self._nothing()
+
+    def _look(self, start: int, count: int, share: float) -> _Steps | None:
+        """The steps of elements [start, start + count); None if more than this share of them change."""
+        count = min(count, self._elements - start)
+        old, new = (
+            _stretch(side, start * self._element_bytes, count * self._element_bytes) for side in (self._old, self._new)
+        )
+        most = max(_FEW, int(share * count))
+        found = host_ops().find_steps(old, new, element_bytes=self._element_bytes, order=self._order, most=most)
+        if found is None:
+            return None
+        positions, steps = found
         if not len(positions):
             return self._nothing()
         sizes = np.abs(steps).view(f"<u{self._element_bytes}")  # of the least integer, too, as an unsigned one
@@ -183,13 +217,14 @@ def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[b
         values = np.zeros(len(some), np.uint32)
     else:
         some = np.flatnonzero((steps.classes >= plan.first) & (steps.classes < plan.stop))
-        first, v, kind = plan.first, plan.v, 0
+        first, kind = plan.first, 0
         values = (steps.sizes[some].astype(np.uint32) - np.uint32(1 << first)) << np.uint32(1)
         values |= steps.negative[some]
+        v = max(1, int(values.max(initial=0)).bit_length())
     if not len(some):
         return None
     positions = steps.positions[some].astype(np.int64)
-    k = _choose_k(positions, 32 - v)
+    k = choose_k(gaps_of(positions), 32 - v)[0]
     bits, *arrays = host_ops().pack_changes(positions, values, k=k, v=v)
     descriptor = np.array([(len(some), bits, part, first, k, v, kind)], DESCRIPTOR)
     return descriptor.tobytes(), _body(steps.literals if plan is None else None, arrays)
@@ -201,14 +236,6 @@ def _count_classes(classes: npt.NDArray[np.uint8]) -> Ints:
     for start in range(0, len(classes), 1 << 16):
         counts += np.bincount(classes[start : start + (1 << 16)], minlength=CLASSES)
     return counts
-
-
-def _choose_k(positions: Ints, most: int) -> int:
-    """The low bits of a gap that take the least room, near log2(0.69 x mean gap)."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    middle = int(np.log2(max(1.0, 0.69 * float(gaps.mean()))))
-    near = range(max(0, min(middle - 1, most, _MAX_K)), min(middle + 1, most, _MAX_K) + 1)
-    return min(near, key=lambda k: int((gaps >> k).sum()) + len(gaps) * (k + 1))
 
 
 def _body(literals: Words | None, arrays: list[Any]) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,20 @@ from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.errors import PayloadError, Where
 from gpusync_kernels.gs01 import LITERAL, Blob
 from gpusync_kernels.host import host_ops
-from gpusync_kernels.host_numpy import BLOCK_BITS
+from gpusync_kernels.host_numpy import BLOCK_BITS, step_of
 
 # Chunks of one part's streams together stay in a core's caches.
 _CHUNK_BLOCKS = 64
 
 Ints = npt.NDArray[np.int64]
 
+_NO_POSITIONS: Ints = np.empty(0, np.int64)
+_NO_VALUES: npt.NDArray[Any] = np.empty(0, np.uint32)
+_NEVER = 1 << 63
+
 
 class StreamReader:
-    """The changes of stream `number`: ascending elements of the tensor, each with a step's value or a new word.
+    """The changes of stream `number`: ascending elements of the tensor, each with a signed step or a new word.
 
     Raises `PayloadError` at the first bit that the layout does not allow. Holds one chunk.
     """
@@ -29,7 +32,7 @@ class StreamReader:
     def __init__(self, payload: Payload, blob: Blob, number: int, *, where: Where) -> None:
         head = blob.streams[number]
         self.is_literal = bool(head["kind"] == LITERAL)
-        self.magnitude = 1 << int(head["g"])
+        self._magnitude = 1 << int(head["g"])
         self.base = int(head["part"]) << blob.part_log2
         self.span = min(blob.elements - self.base, 1 << blob.part_log2)
         self._count, self._bits, self._k, self._v = (int(head[name]) for name in ("count", "nbits", "k", "v"))
@@ -38,24 +41,35 @@ class StreamReader:
         self._payload, self._number, self._where = payload, number, where
         self._blocks = -(-self._bits // BLOCK_BITS)
         self._block, self._position, self._rank = 0, 0, 0
-        self._positions: Ints = np.empty(0, np.int64)
-        self._values: npt.NDArray[Any] = np.empty(0, np.uint32)
+        self._positions: Ints = _NO_POSITIONS
+        self._values: npt.NDArray[Any] = _NO_VALUES
+        self._taken, self._next, self._last = 0, self.base, -1  # nothing is decoded before it is asked for
 
-    def take(self, stop: int) -> Iterator[tuple[Ints, npt.NDArray[Any]]]:
-        """`(positions, values)` of the changes below element `stop` that were not taken yet; words of a literal."""
-        while True:
-            if len(self._positions):
-                count = len(self._positions)
-                if self._positions[-1] >= stop:
-                    count = int(np.searchsorted(self._positions, stop))
-                if count:
-                    yield self._positions[:count], self._values[:count]
-                self._positions, self._values = self._positions[count:], self._values[count:]
-            if len(self._positions) or self._block == self._blocks or self.base + self._position >= stop:
-                return
-            self._decode()
+    def take(self, stop: int) -> list[tuple[Ints, npt.NDArray[Any]]]:
+        """`(positions, steps)` of the changes below element `stop` that were not taken yet; words of a literal."""
+        taken = []
+        while self._next < stop:
+            positions, values, first = self._positions, self._values, self._taken
+            if self._last < stop:
+                if len(positions):
+                    taken.append((positions[first:], values[first:]))
+                self._decode()
+            else:
+                self._taken = int(positions.searchsorted(stop))
+                taken.append((positions[first : self._taken], values[first : self._taken]))
+                self._next = int(positions[self._taken])
+        return taken
 
     def _decode(self) -> None:
+        """The next chunk that has a change; none are left behind the last."""
+        self._positions, self._values, self._taken = _NO_POSITIONS, _NO_VALUES, 0
+        self._next = self._last = _NEVER
+        while not len(self._positions) and self._block < self._blocks:
+            self._decode_chunk()
+        if len(self._positions):
+            self._next, self._last = int(self._positions[0]), int(self._positions[-1])
+
+    def _decode_chunk(self) -> None:
         first, stop = self._block, min(self._block + _CHUNK_BLOCKS, self._blocks)
         bits = min(self._bits, stop * BLOCK_BITS) - first * BLOCK_BITS
         unary = self._read(self._unary_at + first * BLOCK_BITS // 8, -(-bits // 32) * 4)
@@ -75,7 +89,7 @@ class StreamReader:
             raise self._wrong("position", f"below {self.span}", int(positions[-1]))
         if is_last:
             self._check_end(width)
-        self._values = self._read_literals(ones) if self.is_literal else values
+        self._values = self._read_literals(ones) if self.is_literal else self._steps(values)
         self._positions = positions + self.base
         self._block, self._position, self._rank = stop, int(pairs[-1, 0]), self._rank + ones
 
@@ -96,6 +110,9 @@ class StreamReader:
         size = self._element_bytes
         words = self._read(self._literals_at + self._rank * size, ones * size)
         return words.view(f"<u{size}")
+
+    def _steps(self, values: npt.NDArray[np.uint32]) -> npt.NDArray[Any]:
+        return step_of(values, self._magnitude, self._element_bytes)
 
     def _check_end(self, width: int) -> None:
         """Nothing but zeros behind the last field and the last literal word."""

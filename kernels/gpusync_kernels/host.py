@@ -21,8 +21,8 @@ class HostOps:
     name: str
     decode_bits: Callable[..., tuple[Any, Any, Any]]
     add_steps: Callable[..., None]
-    mark: Callable[..., bool]
-    find_steps: Callable[..., tuple[Any, Any]]
+    add_streams: Callable[..., None]
+    find_steps: Callable[..., tuple[Any, Any] | None]
     pack_changes: Callable[..., tuple[int, Any, Any, Any]]
 
 
@@ -30,7 +30,7 @@ NUMPY = HostOps(
     name="numpy",
     decode_bits=host_numpy.decode_bits,
     add_steps=host_numpy.add_steps,
-    mark=host_numpy.mark,
+    add_streams=host_numpy.add_streams,
     find_steps=host_numpy.find_steps,
     pack_changes=host_numpy.pack_changes,
 )
@@ -53,7 +53,7 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
         name="numba",
         decode_bits=host_numba.decode_bits,
         add_steps=host_numba.add_steps,
-        mark=host_numba.mark,
+        add_streams=host_numba.add_streams,
         find_steps=host_numba.find_steps,
         pack_changes=host_numba.pack_changes,
     )

@@ -48,25 +48,30 @@ def decode_bits(
     return positions[:found], values[:found], pairs if want_pairs else pairs[:0]
 
 
-def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
+def add_steps(words: Words, index: Ints, steps: Words, *, order: int, revert: bool) -> None:
     bits = 8 * words.itemsize
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
-    _add(words.view(SIGNED[words.itemsize]), index, values, magnitude, bits, flipped, int(revert))
+    _add(words.view(SIGNED[words.itemsize]), index, steps, bits, flipped, -1 if revert else 1)
 
 
-def mark(seen: Any, index: Ints) -> bool:
-    return bool(_mark(seen, index))
+def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert: bool) -> None:
+    bits = 8 * words.itemsize
+    flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
+    _add_streams(words.view(SIGNED[words.itemsize]), data.view("<u4"), streams, bits, flipped, int(revert))
 
 
-def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tuple[Any, Words]:
+def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int, most: int) -> tuple[Any, Words] | None:
     before, after = old.view(SIGNED[element_bytes]), new.view(SIGNED[element_bytes])
     whole = old.size - old.size % 8
-    positions, steps = np.empty(len(before), "<u4"), np.empty(len(before), SIGNED[element_bytes])
+    room = min(most, len(before)) + 8
+    positions, steps = np.empty(room, "<u4"), np.empty(room, SIGNED[element_bytes])
     bits = 8 * element_bytes
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
     sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
-    found = _find(*sides, before, after, bits, flipped, positions, steps)
-    if 2 * found > len(before):
+    found = _find(*sides, before, after, bits, flipped, positions, steps, most)
+    if found > most:
+        return None
+    if 2 * found > room:
         return positions[:found], steps[:found]
     return positions[:found].copy(), steps[:found].copy()
 
@@ -78,6 +83,14 @@ def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[in
     index = np.zeros((-(-bits // BLOCK_BITS), 2), "<u4")
     _pack(positions, values, k, v, unary, fields, index)
     return bits, index, unary, fields
+
+
+@_compiled
+def _stepped(word, step, bits, flipped):
+    top, lost = int64(bits - 1), int64(64 - bits)
+    word ^= (word >> top) & int64(flipped)
+    word = ((word + step) << lost) >> lost
+    return word ^ ((word >> top) & int64(flipped))
 
 
 @_compiled
@@ -131,29 +144,61 @@ def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs
 
 
 @_compiled
-def _add(words, index, values, magnitude, bits, flipped, revert):
-    top, lost = int64(bits - 1), int64(64 - bits)
-    for number in range(len(index)):
-        value = int64(values[number])
-        size = int64(magnitude) + (value >> int64(1))
-        step = -size if (value & 1) != revert else size
-        word = int64(words[index[number]])
-        word ^= (word >> top) & int64(flipped)
-        word = ((word + step) << lost) >> lost
-        words[index[number]] = word ^ ((word >> top) & int64(flipped))
+def _add(words, index, steps, bits, flipped, sign):
+    olds = np.empty(1024, words.dtype)
+    for first in range(0, len(index), 1024):
+        some = min(1024, len(index) - first)
+        for change in range(some):
+            olds[change] = words[index[first + change]]
+        for change in range(some):
+            step = sign * int64(steps[first + change])
+            words[index[first + change]] = _stepped(int64(olds[change]), step, bits, flipped)
 
 
 @_compiled
-def _mark(seen, index):
-    twice = False
-    for number in range(len(index)):
-        twice |= seen[index[number]]
-        seen[index[number]] = True
-    return twice
+def _add_streams(words, data, streams, bits, flipped, revert):
+    index, steps, olds = np.empty(1024, np.int64), np.empty(1024, np.int64), np.empty(1024, words.dtype)
+    for number in range(len(streams)):
+        position, span, count, nbits = streams[number, :4]
+        low_bits, high_bits, magnitude = streams[number, 4:7]
+        end, k, width = position + span, uint64(low_bits), uint64(low_bits + high_bits)
+        unary, fields = streams[number, 7] >> 2, streams[number, 8] >> 2
+        low, high = (uint64(1) << k) - uint64(1), (uint64(1) << (width - k)) - uint64(1)
+        at, rank = uint64(0), int64(0)
+        for block in range(0, (nbits + 31) // 32, 32):
+            found = 0
+            for place in range(block, min(block + 32, (nbits + 31) // 32)):
+                word = uint64(data[unary + place])
+                left = min(nbits - 32 * place, 32)
+                if left < 32:
+                    word &= (uint64(1) << uint64(left)) - uint64(1)
+                passed = int64(0)
+                while word != 0 and rank < count:
+                    bit = int64(trailing_zeros(word))
+                    word &= word - uint64(1)
+                    here = fields + int64(at >> uint64(5))
+                    field = (uint64(data[here]) | (uint64(data[here + 1]) << uint64(32))) >> (at & uint64(31))
+                    at += width
+                    position += ((bit - passed) << int64(k)) + int64(field & low) + 1
+                    passed = bit + 1
+                    value = int64((field >> k) & high)
+                    size = magnitude + (value >> 1)
+                    index[found] = position - 1
+                    steps[found] = -size if (value & 1) != revert else size
+                    found += 1
+                    rank += 1
+                position += int64(32 - passed) << int64(k)
+            if position > end:
+                while found > 0 and index[found - 1] >= end:
+                    found -= 1
+            for change in range(found):  # loads alone: many cache misses in flight
+                olds[change] = words[index[change]]
+            for change in range(found):
+                words[index[change]] = _stepped(int64(olds[change]), steps[change], bits, flipped)
 
 
 @_compiled
-def _find(old, new, before, after, bits, flipped, positions, steps):
+def _find(old, new, before, after, bits, flipped, positions, steps, most):
     """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
     found, per_word = 0, 64 // bits
     for number in range(len(old)):
@@ -161,6 +206,8 @@ def _find(old, new, before, after, bits, flipped, positions, steps):
             found = _find_elements(
                 before, after, number * per_word, (number + 1) * per_word, bits, flipped, positions, steps, found
             )
+            if found > most:
+                return found
     return _find_elements(before, after, len(old) * per_word, len(before), bits, flipped, positions, steps, found)
 
 

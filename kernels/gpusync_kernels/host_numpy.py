@@ -17,6 +17,12 @@ BLOCK_BITS = 1024
 UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 LINE_BYTES = 64
 _DENSE_WORDS = 1 << 16
+_WORD_LOG2 = {1: 3, 2: 2, 4: 1, 8: 0}  # elements in eight bytes
+# Where more than one word of so many elements differs, all steps are computed.
+_SPARSE = 16
+# Unary bits decoded together: what is made of them stays in a core's L2.
+_STRETCH_BITS = 1 << 16
+_COUNTING = np.arange(_STRETCH_BITS)
 
 Values = npt.NDArray[np.uint32]
 
@@ -44,61 +50,103 @@ def decode_bits(
     k = 1, v = 0, bits 0 1 1, fields 1 0, position 0: a zero adds 2, a one its low bits + 1, so the changes are at 3, 4
     and the pairs (0, 0) and (5, 2)
     """
-    ones = np.flatnonzero(np.unpackbits(unary, count=bits, bitorder="little").view(np.bool_))[: max(most, 0)]
+    ones = _ones(unary, bits)[: max(most, 0)]
     packed = unpack_fields(fields, k + v, first, len(ones))
-    sums = np.cumsum(packed & np.uint32((1 << k) - 1), dtype=np.int64)
-    every = np.arange(len(ones))
-    positions = ones - every
+    sums = _low_sums(packed, k)
+    positions = ones - np.arange(len(ones))
     positions <<= k
     positions += sums
-    every += position
-    positions += every
+    positions += position - 1
     return positions, packed >> np.uint32(k), _pairs(ones, sums, bits, k, position) if want_pairs else _NO_PAIRS
+
+
+def _ones(unary: Bytes, bits: int) -> Ints:
+    found: Ints = np.unpackbits(unary, count=bits, bitorder="little").view(np.bool_).nonzero()[0]
+    return found
+
+
+def _low_sums(packed: Values, k: int) -> Ints:
+    """What ones up to each add up to: their low bits + 1."""
+    low = packed & np.uint32((1 << k) - 1)
+    low += np.uint32(1)
+    sums: Ints = np.add.accumulate(low, dtype=np.int64)
+    return sums
 
 
 def _pairs(ones: Ints, sums: Ints, bits: int, k: int, position: int) -> Ints:
     borders = np.minimum(np.arange(-(-bits // BLOCK_BITS) + 1) * BLOCK_BITS, bits)
     ranks = np.searchsorted(ones, borders)
     low = np.where(ranks > 0, sums[np.maximum(ranks, 1) - 1], 0) if len(sums) else np.zeros_like(ranks)
-    return np.stack([position + ((borders - ranks) << k) + low + ranks, ranks], 1)
+    return np.stack([position + ((borders - ranks) << k) + low, ranks], 1)
 
 
-def add_steps(words: Words, index: Ints, values: Values, *, magnitude: int, order: int, revert: bool) -> None:
-    """Adds to `words[index]`, which are unsigned and all different, the steps that `values` code; or takes them off."""
+def add_steps(words: Words, index: Ints, steps: Words, *, order: int, revert: bool) -> None:
+    """Adds signed `steps` to `words[index]`, which are unsigned and all different; or takes them off."""
     old = to_order(words.take(index), order)
-    steps = step_of(values, magnitude, words.itemsize)
     words[index] = from_order(old - steps if revert else old + steps, order)
 
 
-def mark(seen: npt.NDArray[np.bool_], index: Ints) -> bool:
-    """Sets `seen[index]`; whether one of them, or two of `index`, had been set already. `index` ascends."""
-    twice = bool(seen[index].any())
-    seen[index] = True
-    return twice
+def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert: bool) -> None:
+    """Adds the steps of whole streams of one blob, of which `data` are the bytes; or takes them off.
+
+    `streams`, int64 [streams, 9]: the index in `words` that positions count from, span, count, nbits, k, v, 2**g, and
+    where unary and fields begin. The head has been checked; changes behind the span are left out.
+    """
+    for start, span, count, nbits, k, v, magnitude, unary_at, fields_at in streams.tolist():
+        rank, position = 0, start
+        for bit in range(0, nbits, _STRETCH_BITS):
+            bits = min(_STRETCH_BITS, nbits - bit)
+            ones = _ones(data[unary_at + bit // 8 : unary_at + -(-(bit + bits) // 8)], bits)[: count - rank]
+            found = len(ones)
+            packed = unpack_fields(data[fields_at:], k + v, rank, found)
+            positions = _low_sums(packed, k)
+            zeros = bits - found
+            end = position + (zeros << k) + (int(positions[-1]) if found else 0)
+            ones -= _COUNTING[:found]
+            ones <<= k
+            positions += ones
+            positions += position - 1
+            packed >>= np.uint32(k)
+            if end > start + span:
+                found = int(np.searchsorted(positions, start + span))
+            steps = step_of(packed[:found], magnitude, words.itemsize)
+            add_steps(words, positions[:found], steps, order=order, revert=revert)
+            rank, position = rank + len(ones), end
 
 
-def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int) -> tuple[npt.NDArray[np.uint32], Words]:
-    """`(ascending positions of elements that differ, signed steps from old to new)` of equally long windows.
+def find_steps(
+    old: Bytes, new: Bytes, *, element_bytes: int, order: int, most: int
+) -> tuple[npt.NDArray[np.uint32], Words] | None:
+    """`(ascending positions of elements that differ, signed steps from old to new)` of equally long windows; None if
+    they are more than `most`.
 
     Eight bytes are compared together, and of 64 of them that are equal one look is enough: few differ, mostly.
     """
-    kind, per_word = UNSIGNED[element_bytes], 8 // element_bytes
+    kind, log2 = UNSIGNED[element_bytes], _WORD_LOG2[element_bytes]
     whole = old.size - old.size % LINE_BYTES
     old_words, new_words = old[:whole].view("<u8"), new[:whole].view("<u8")
     differ = old_words != new_words
-    lines = np.flatnonzero(differ.view("<u8"))  # eight flags, a line's words, as one
-    if 2 * len(lines) * LINE_BYTES > old.size:
-        return _find_dense(old.view(kind), new.view(kind), order)
-    flags = np.flatnonzero(differ.reshape(-1, 8)[lines])
-    words = (lines * 8)[flags // 8] + flags % 8
-    before, after = old_words[words].view(kind), new_words[words].view(kind)
-    found = np.flatnonzero(before != after)
-    head = (words * per_word)[found // per_word] + found % per_word
+    words = int(np.count_nonzero(differ))
+    if words > most:
+        return None
+    if _SPARSE * words * element_bytes > old.size:
+        positions, steps = _find_dense(old.view(kind), new.view(kind), order)
+        return (positions, steps) if len(positions) <= most else None
+    lines = differ.view("<u8").nonzero()[0]  # eight flags, a line's words, as one
+    at = differ.reshape(-1, 8)[lines].reshape(-1).nonzero()[0]
+    at = (lines << 3)[at >> 3] + (at & 7)
+    before, after = old_words[at].view(kind), new_words[at].view(kind)
+    found = (before != after).nonzero()[0]
+    positions = (at << log2)[found >> log2] + (found & (1 << log2) - 1)
+    before, after = before[found], after[found]
     old_tail, new_tail = old[whole:].view(kind), new[whole:].view(kind)
-    tail = np.flatnonzero(old_tail != new_tail)
-    before, after = np.concatenate([before[found], old_tail[tail]]), np.concatenate([after[found], new_tail[tail]])
-    positions = np.concatenate([head, tail + whole // element_bytes]).astype("<u4")
-    return positions, to_order(after, order) - to_order(before, order)
+    tail = (old_tail != new_tail).nonzero()[0]
+    if len(tail):
+        positions = np.concatenate([positions, tail + whole // element_bytes])
+        before, after = np.concatenate([before, old_tail[tail]]), np.concatenate([after, new_tail[tail]])
+    if len(positions) > most:
+        return None
+    return positions.astype("<u4"), to_order(after, order) - to_order(before, order)
 
 
 def _find_dense(old: Words, new: Words, order: int) -> tuple[npt.NDArray[np.uint32], Words]:
@@ -118,63 +166,83 @@ def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[in
 
     `index` is u32 [blocks, 2], the others u32 words; all little-endian.
     """
-    gaps = np.diff(positions, prepend=-1) - 1
-    ones = np.cumsum(gaps >> k) + np.arange(positions.size)
+    gaps = gaps_of(positions)
+    ones = np.add.accumulate(gaps >> k)
+    ones += np.arange(len(ones))
     bits = int(ones[-1]) + 1
     flags = np.zeros(-(-bits // 32) * 32, np.uint8)
     flags[ones] = 1
     starts = np.arange(0, bits, BLOCK_BITS)
-    ranks = np.searchsorted(ones, starts)
+    ranks = ones.searchsorted(starts)
     last = np.maximum(ranks, 1) - 1
     reached = np.where(ranks > 0, positions[last] + 1, 0)
     passed = np.where(ranks > 0, ones[last] + 1, 0)
     index = np.stack([reached + ((starts - passed) << k), ranks], 1).astype("<u4")
-    fields = (gaps & ((1 << k) - 1)).astype(np.uint64) | (values.astype(np.uint64) << np.uint64(k))
+    fields = (gaps & ((1 << k) - 1)).astype(np.uint32)
+    fields |= values << np.uint32(k)
     return bits, index, np.packbits(flags, bitorder="little").view("<u4"), pack_fields(fields, k + v)
+
+
+def gaps_of(positions: Ints) -> Ints:
+    """How many elements lie before each change, behind the one before."""
+    gaps = np.empty_like(positions)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    return gaps
 
 
 def step_of(values: Values, magnitude: int, element_bytes: int) -> npt.NDArray[Any]:
     """x = ((|d| - 2**g) << 1) | (d < 0) back to d, wrapped to the element's width. x = 5, 2**g = 4: d = -6."""
-    kind = UNSIGNED[element_bytes]
-    size: Words = (values >> np.uint32(1)).astype(kind) + kind.type(magnitude)
-    negative = kind.type(0) - (values & np.uint32(1)).astype(kind)  # all ones, or none
+    kind, one = UNSIGNED[element_bytes], np.uint16(1)
+    narrow = values.astype(np.uint16)
+    size: Words = (narrow >> one).astype(kind, copy=False)
+    narrow &= one
+    negative = kind.type(0) - narrow.astype(kind, copy=False)  # all ones, or none
+    size += kind.type(magnitude)
     size ^= negative
     size -= negative
     return size.view(SIGNED[element_bytes])
 
 
 def unpack_fields(data: Bytes, width: int, first: int, count: int) -> Values:
-    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on into little-endian u32 words."""
+    """Fields [first, first + count) of `width` <= 32 bits, packed from bit 0 on."""
     if width == 0 or count == 0:
         return np.zeros(count, np.uint32)
-    skipped = first % 32  # 32 fields fill `width` words: every column of such a row has one shift
-    groups = -(-(skipped + count) // 32)
-    start = first // 32 * width
-    words = np.zeros(groups * width, np.uint32)
-    source = data.view("<u4")[start : start + groups * width]
-    words[: len(source)] = source
-    words = np.concatenate([words.reshape(groups, width), np.zeros((groups, 1), np.uint32)], axis=1)
-    fields = np.empty((groups, 32), np.uint32)
-    for column in range(32):
-        word, shift = divmod(column * width, 32)
-        field = words[:, word] >> np.uint32(shift)
-        if shift + width > 32:
-            field |= words[:, word + 1] << np.uint32(32 - shift)
-        fields[:, column] = field
-    return fields.reshape(-1)[skipped : skipped + count] & np.uint32((1 << width) - 1)
+    skipped = first % 8  # 8 fields fill `width` bytes: every column of such a row has one shift
+    groups = -(-(skipped + count) // 8)
+    source = data[first // 8 * width :][: groups * width]
+    room = np.empty(groups * width + 8, np.uint8)
+    room[: len(source)] = source
+    room[len(source) :] = 0
+    kind = UNSIGNED[4 if width <= 25 else 8]
+    fields = np.empty((groups, 8), kind)
+    for column in range(8):
+        at, shift = divmod(column * width, 8)
+        words: Words = np.ndarray(groups, kind, room, at, width)
+        np.right_shift(words, kind.type(shift), out=fields[:, column])
+    found = fields.reshape(-1)[skipped : skipped + count]
+    found &= kind.type((1 << width) - 1)
+    return found.astype(np.uint32, copy=False)
 
 
-def pack_fields(fields: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint32]:
-    """The inverse of `unpack_fields` from 0 on."""
-    if width == 0 or not fields.size:
+def pack_fields(fields: Values, width: int) -> npt.NDArray[np.uint32]:
+    """The inverse of `unpack_fields` from 0 on, as little-endian u32 words."""
+    nbytes = -(-fields.size * width // 32) * 4
+    if not nbytes:
         return np.empty(0, "<u4")
-    padded = np.zeros(-(-fields.size // 32) * 32, np.uint64)
-    padded[: fields.size] = fields
-    rows = padded.reshape(-1, 32)
-    words = np.zeros((len(rows), width + 1), np.uint64)
-    for column in range(32):
-        word, shift = divmod(column * width, 32)
-        field = rows[:, column] << np.uint64(shift)
-        words[:, word] |= field & np.uint64(0xFFFFFFFF)
-        words[:, word + 1] |= field >> np.uint64(32)
-    return words[:, :width].astype("<u4").reshape(-1)[: -(-fields.size * width // 32)]
+    while width < 4:  # two by two: what is written for a field must not reach the one eight fields on
+        pairs = np.zeros(-(-fields.size // 2) * 2, np.uint32)
+        pairs[: fields.size] = fields
+        fields = pairs[::2] | (pairs[1::2] << np.uint32(width))
+        width *= 2
+    groups = -(-fields.size // 8)
+    kind = UNSIGNED[4 if width <= 25 else 8]
+    rows = np.zeros((groups, 8), kind)
+    rows.reshape(-1)[: fields.size] = fields
+    room = np.zeros(max(groups * width, nbytes) + 8, np.uint8)
+    for column in range(8):
+        at, shift = divmod(column * width, 8)
+        words: Words = np.ndarray(groups, kind, room, at, width)
+        words |= rows[:, column] << kind.type(shift)
+    return room[:nbytes].view("<u4")

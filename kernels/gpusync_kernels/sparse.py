@@ -12,16 +12,19 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpusync_kernels.buffers import Buffer, Ints, address_of, byte_view, device_of, nbytes_of, sizes_of
 from gpusync_kernels.gs01 import LITERAL, Blob, decode_stream
 from gpusync_kernels.host import host_ops
+from gpusync_kernels.host_numpy import step_of
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
 from gpusync_kernels.sparse_items import blocks_between, join_streams, streams_of
 
 BLOB_ALIGN = 8
+_STEP_COLUMNS = ("span", "count", "nbits", "k", "v", "magnitude", "unary_at", "fields_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +74,39 @@ class BoundSparse:
         index = byte_view(host)[stream["index_at"] : stream["unary_at"]].view("<u4")[::2]
         return blocks_between(stream, index, low, high)
 
-    def placed(self) -> Iterator[tuple[Any, Any, Any, Ints, Any]]:
-        """Per stream and segment that meet: the stream, the destination's words, values, where they go, and ranks."""
+    @cached_property
+    def is_whole(self) -> npt.NDArray[np.bool_]:
+        """Per pair of stream and segment: steps of a part that all lies in one row."""
+        streams, segments = self.streams[self.stream_of], self.segments[self.segment_of]
+        lead = streams["base"] - segments["src_offset"]
+        held = (lead >= 0) & (lead + streams["span"] <= segments["row_bytes"])
+        whole: npt.NDArray[np.bool_] = held & (segments["rows"] == 1) & (streams["kind"] != LITERAL)
+        return whole
+
+    def whole(self) -> Iterator[tuple[Any, Any, int, Ints]]:
+        """Of whole pairs, by payload and segment: the destination's words, the blob, its order, and its streams as
+        `add_streams` takes them.
+        """
         buffers = [byte_view(buffer) for buffer in self.dst]
-        for i, j, (first, stop) in zip(self.stream_of, self.segment_of, self.blocks.tolist(), strict=True):
+        i, j = self.stream_of[self.is_whole], self.segment_of[self.is_whole]
+        streams = self.streams[i]
+        lead = streams["base"] - self.segments["src_offset"][j]
+        rows = np.stack([lead, *(streams[name] for name in _STEP_COLUMNS)], 1)
+        pair = streams["payload"] * max(1, len(self.segments)) + j
+        order = np.argsort(pair, kind="stable")
+        cuts = np.flatnonzero(np.diff(pair[order])) + 1
+        for these in np.split(order, cuts) if len(order) else []:
+            payload, segment = self.payloads[streams["payload"][these[0]]], self.segments[j[these[0]]]
+            words = elements_of(buffers, segment, payload.blob.element_bytes)
+            yield words, byte_view(payload.data), payload.blob.order, rows[these]
+
+    def placed(self) -> Iterator[tuple[Any, Any, Any, Ints, Any]]:
+        """Per other pair: the stream, the destination's words, values, where they go, and ranks."""
+        buffers = [byte_view(buffer) for buffer in self.dst]
+        other = ~self.is_whole
+        for i, j in zip(self.stream_of[other], self.segment_of[other], strict=True):
             stream, segment = self.streams[i], self.segments[j]
+            first, stop = self._blocks(stream, segment)
             payload = self.payloads[stream["payload"]]
             decoded = decode_stream(byte_view(payload.data), payload.blob, int(stream["number"]), first, stop)
             positions, values, rank = decoded
@@ -130,13 +161,15 @@ def sparse_revert(bound: BoundSparse) -> None:
 
 
 def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
-    add_steps = host_ops().add_steps
+    add_steps, add_streams = host_ops().add_steps, host_ops().add_streams
+    for words, data, order, streams in bound.whole():
+        add_streams(words, data, streams, order=order, revert=revert)
     for stream, target, values, index, ranks in bound.placed():
         if stream["kind"] == LITERAL:
             _replace(bound, stream, target, index, ranks, revert=revert)
         else:
-            magnitude, order = int(stream["magnitude"]), int(stream["order"])
-            add_steps(target, index, values, magnitude=magnitude, order=order, revert=revert)
+            steps = step_of(values, int(stream["magnitude"]), target.itemsize)
+            add_steps(target, index, steps, order=int(stream["order"]), revert=revert)
 
 
 def _replace(bound: BoundSparse, stream: Any, target: Any, index: Ints, ranks: Any, *, revert: bool) -> None:

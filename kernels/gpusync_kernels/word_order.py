@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 SIGNED: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+# Per width: how far the sign is shifted down, and all bits below it.
+_FLIPS = {size: (kind(8 * size - 1), kind(np.iinfo(kind).max)) for size, kind in SIGNED.items()}
 
 Words = npt.NDArray[Any]
 
@@ -44,6 +46,8 @@ def unzigzag(coded: Words) -> Words:
 
 
 def _flip(signed: Words) -> Words:
-    limits = np.iinfo(signed.dtype)
-    flipped: Words = signed ^ ((signed >> signed.dtype.type(limits.bits - 1)) & signed.dtype.type(limits.max))
+    top, lower = _FLIPS[signed.itemsize]
+    flipped: Words = signed >> top
+    flipped &= lower
+    flipped ^= signed
     return flipped

@@ -20,7 +20,7 @@ from gpusync_kernels.word_order import from_order, to_order
 from support.gs01 import read_gs01
 
 WIDTHS = [1, 2, 4, 8]
-PIECE, PART = 1 << 18, 1 << 20
+PIECE, PART = 1 << 20, 1 << 22
 
 
 @pytest.fixture(params=["numpy", "numba"])
@@ -171,7 +171,7 @@ def test_a_tensor_of_2_to_the_31_elements():
     assert [position for position, _, _ in read_gs01(payload, es=1, elements=count)] == at.tolist()
 
 
-SOUND_OLD, SOUND_NEW = states(np.random.default_rng(3), 9000, es=2, order=1, density=0.2, kind="any")
+SOUND_OLD, SOUND_NEW = states(np.random.default_rng(4), 9000, es=2, order=1, density=0.2, kind="any")
 SOUND_NEW[1::7] = from_order(to_order(SOUND_OLD[1::7], 1) + np.int16(1), 1)
 SOUND = encode(SOUND_OLD, SOUND_NEW, 1)
 HEAD = parse_blob(SOUND, len(SOUND))

@@ -295,4 +295,4 @@ def test_memory_stays_that_of_a_few_tensors(tmp_path) -> None:
         publisher.publish(offers, base_version=1)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 28 * nbytes
+        assert peak < 24 * nbytes

@@ -60,10 +60,12 @@ def serve_command(
 
     if token is None and not _is_loopback(host):
         click.echo(f"gpusync: anybody who reaches {host} may update these weights: there is no --token", err=True)
-    place = None
+    place, places = None, {}
     if source_dir is not None and local_checkpoint_dir is not None:
         place = Place(source_dir=source_dir.resolve(), local_checkpoint_dir=local_checkpoint_dir.resolve())
-        source_root, local_root = (*source_root, place.source_dir), (*local_root, place.local_checkpoint_dir)
+        places = {"source_places": (place.source_dir,), "local_places": (place.local_checkpoint_dir,)}
+
+    roots = Roots(source=source_root, local=local_root, **places)
     serve(
         AgentSettings(
             model=model.resolve(),
@@ -75,7 +77,7 @@ def serve_command(
         ),
         host=host,
         port=port,
-        roots=Roots(source=source_root, local=local_root),
+        roots=roots,
         place=place,
         token=token,
         announce=lambda address: click.echo(_announcement(address, model=model, tp=tp, as_json=as_json)),

@@ -77,8 +77,10 @@ class Service:
             job.stage = "resolving the directories"
             update = Update(
                 target_version=version,
-                source_dir=await self._resolve(source, self._roots.source, "source_dir"),
-                local_checkpoint_dir=await self._resolve(local, self._roots.local, "local_checkpoint_dir"),
+                source_dir=await self._resolve(source, self._roots.source, self._roots.source_places, "source_dir"),
+                local_checkpoint_dir=await self._resolve(
+                    local, self._roots.local, self._roots.local_places, "local_checkpoint_dir"
+                ),
             )
             return await self._jobs.in_turn(job, lambda: self._prepare(job, update, commit=request.commit))
 
@@ -139,11 +141,11 @@ class Service:
         finally:
             self._committing = False
 
-    async def _resolve(self, path: str, roots: tuple[Path, ...], what: str) -> Path:
+    async def _resolve(self, path: str, roots: tuple[Path, ...], places: tuple[Path, ...], what: str) -> Path:
         """One thread for each path at most: a dead filesystem keeps every thread that looks at it."""
         task = self._resolving.get((what, path))
         if task is None:
-            work = call_in_thread(lambda: confine(path, roots, what=what), name="gpusync-resolve")
+            work = call_in_thread(lambda: confine(path, roots, places=places, what=what), name="gpusync-resolve")
             task = self._resolving[what, path] = asyncio.ensure_future(work)
             task.add_done_callback(lambda _: self._resolving.pop((what, path)))
         return await asyncio.shield(task)

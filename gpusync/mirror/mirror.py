@@ -191,10 +191,14 @@ class Mirror:
 
         A fold of them that is under way is waited for: afterwards the files hold them or will not.
         """
-        self._session.hold(version)
-        if any(entry.version >= version for entry in read_inbox(self._control).pending):
-            with local_lock(self._control, timeout_s=self._lock_timeout):
-                pass
+        try:
+            self._session.hold(version)
+            if any(entry.version >= version for entry in read_inbox(self._control).pending):
+                with local_lock(self._control, timeout_s=self._lock_timeout):
+                    pass
+        except BaseException:
+            self._session.release(version)
+            raise
 
     def release(self, version: int) -> None:
         """Undo one `hold`."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpusync.codec import open_delta
 from gpusync.errors import DigestMismatchError, LayoutError, Where
-from gpusync.mirror.change import Delta, checked_payload, pending_changes
+from gpusync.mirror.change import Delta, apply_change, checked_payload, pending_changes
 from gpusync.mirror.look import Sources, read_published
 from gpusync.mirror.state import Checksum
 from gpusync.mirror.workers import for_each
 from gpusync.store.compact import CompactWriter, Step, full_step
 from gpusync.store.tensor_update import TensorUpdate
 from gpusync.stream import (
+    ByteSource,
     Checkpoint,
     OpenFiles,
     PublishedVersion,
@@ -25,6 +26,8 @@ from gpusync.stream import (
     is_float_order,
     read_checkpoint,
 )
+
+ReadTensor = Callable[[str], ByteSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,20 @@ def followed_by(updates: Mapping[str, TensorUpdate], chain: Mapping[str, TensorU
             raise LayoutError("a delta changes a tensor that its full version has not", where=update.where)
         joined[name] = replace(update, steps=(*joined[name].steps, *update.steps))
     return joined
+
+
+def verify_rest(places: Sequence[Place], start: Checkpoint, read: ReadTensor, *, but: Collection[str]) -> None:
+    """Verify what the deltas at `places` make of tensors that are in none of the ranks' hands: those of `start`, whose
+    bytes `read` gives, but for the names in `but`. Raises DigestMismatchError, and what decoders raise."""
+    versions = [_read(place, start.directory, start.tensors) for place in places]
+    with OpenFiles() as files:
+        for name, change in pending_changes(start.tensors, versions).items():
+            if name not in but:
+                apply_change(change, base=read(name), sources=files, sink=_nowhere, where=change.deltas[-1].where)
+
+
+def _nowhere(_offset: int, _old: object, _new: object) -> None:
+    """Where bytes go that are only digested."""
 
 
 def _read(place: Place, base_dir: Path, tensors: Mapping[str, StoredTensor]) -> PublishedVersion:

@@ -28,13 +28,14 @@ def commit_in_place(rank: Rank, prepared: Prepared, clock: Clock) -> None:
     verdict = guard(write)
     decision = rank.team.agree(verdict, "commit")
     if not decision.ok:
-        roll_back(rank, prepared)
+        roll_back(rank, prepared, distrusts_live=isinstance(verdict.error, DigestMismatchError))
     decision.check(verdict, what=f"committing version {prepared.version}")
 
 
-def roll_back(rank: Rank, prepared: Prepared) -> None:
-    """Undo this rank's commit. Where that fails it says so: no version is live here, and none on the others once they
-    hear of it at the next call. What a leader holds stays held: other ranks may still be reading old bytes."""
+def roll_back(rank: Rank, prepared: Prepared, *, distrusts_live: bool = False) -> None:
+    """Undo this rank's commit. Where that fails, or what was live before had been damaged, it says so: no version is
+    live here, and none on the others once they hear of it at the next call. What a leader holds stays held: other ranks
+    may still be reading old bytes."""
     update = prepared.update
 
     def undo() -> None:
@@ -42,7 +43,7 @@ def roll_back(rank: Rank, prepared: Prepared) -> None:
             rank.live.store.roll_back(update)
             rank.live.recompute(update.names)
 
-    if not guard(undo).ok:
+    if not guard(undo).ok or (distrusts_live and rank.live.identify() != rank.live.version):
         rank.live.forget()
     prepared.close()
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpusync.disk import pull
-from gpusync.errors import MirrorError
+from gpusync.errors import ChainError, MirrorError, VersionMissingError
 from gpusync.hooks import Hook
-from gpusync.layout import LayoutMap
-from gpusync.mirror.look import Sources, plan_ahead
+from gpusync.layout import LayoutMap, ReadTensor
+from gpusync.mirror import io
+from gpusync.mirror.inbox import Entry
+from gpusync.mirror.look import Sources, plan_ahead, read_published
 from gpusync.mirror.mirror import Mirror
 from gpusync.mirror.receive import read_receipt
 from gpusync.plan import Applied, Plan
@@ -28,20 +30,23 @@ from gpusync.store.decoding import (
     DecodeStats,
     run_job,
 )
-from gpusync.store.leader import Place, followed_by, full_updates
+from gpusync.store.leader import Place, followed_by, full_updates, verify_rest
 from gpusync.store.tensor_update import read_updates, write_updates
-from gpusync.stream import VersionIndex, read_checkpoint
+from gpusync.stream import Checkpoint, OpenFiles, VersionIndex, read_checkpoint
+from gpusync.sync.checkpoints import reader_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
     """What a leader tells its ranks of a version that is on this host. `files`: where the compact file and the updates
-    lie, None where there are none. `is_unverified`: nobody has published checksums of it; the leader's are used."""
+    lie, None where there are none; `why_reload` says why then. `is_unverified`: nobody has published checksums of it,
+    and the leader's are used."""
 
     plan: Plan
     stream_id: str | None
     digests: Mapping[int, str]
     files: str | None = None
+    why_reload: str | None = None
     is_unverified: bool = False
     stats: DecodeStats = field(default_factory=lambda: DecodeStats(wire_bytes=0, compact_bytes=0))
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -57,6 +62,7 @@ class Fetched:
             "stream_id": self.stream_id,
             "digests": list(self.digests.items()),
             "files": self.files,
+            "why_reload": self.why_reload,
             "is_unverified": self.is_unverified,
             "stats": [self.stats.wire_bytes, self.stats.compact_bytes],
             "seconds": dict(self.seconds),
@@ -70,6 +76,7 @@ class Fetched:
             stream_id=told["stream_id"],
             digests=dict(told["digests"]),
             files=told["files"],
+            why_reload=told["why_reload"],
             is_unverified=told["is_unverified"],
             stats=DecodeStats(wire_bytes=told["stats"][0], compact_bytes=told["stats"][1]),
             seconds=told["seconds"],
@@ -79,6 +86,9 @@ class Fetched:
         """What a store that was at `before` holds once this is live."""
         digests = {**({} if self.plan.reseeds else before.digests), **self.digests}
         return Applied(version=self.plan.target, stream_id=self.stream_id, digests=digests)
+
+
+_NOTHING = DecodeStats(wire_bytes=0, compact_bytes=0)
 
 
 class Host:
@@ -108,6 +118,8 @@ class Host:
         self._decoder = None if in_process else DecodeProcess()
         self._held: list[int] = []
         self._scratch: list[Path] = []
+        self._full: Entry | None = None
+        self._places: tuple[Place, ...] = ()
 
     def hold(self, version: int) -> None:
         """Keep `version` and later ones out of the files until `let_go`."""
@@ -125,22 +137,41 @@ class Host:
         """Bring `target` to this host and decode what leads there from `live`. It is a candidate then, or is durable
         already; `accept` or `drop` it. Raises as `Mirror.receive` and decoders do, LayoutError for a full version
         whose tensors are not the model's."""
+        with io.explained("a version cannot be fetched", self._local):
+            return self._fetch(target, live, layout)
+
+    def _fetch(self, target: int, live: Applied, layout: LayoutMap) -> Fetched:
         began = time.monotonic()
         # Ranks may roll back to what is live: the files must not go past it.
         self.hold(target if live.version is None else min(target, live.version + 1))
         durable = self.mirror.status().durable_version
         if durable is None or durable < target or live.version is None or live.version > target:
             self.mirror.receive(target, visibility_timeout=self._visibility_timeout_s)
-        plan, indexes = plan_ahead(self._sources, live, target=target)
+        try:
+            plan, indexes = plan_ahead(self._sources, live, target=target)
+        except VersionMissingError as error:
+            if durable != target:
+                raise
+            # What leads from the live weights to there was pruned; this host has it all.
+            plan = Plan(target=target, seed="store", seed_version=target, chain=(), reason="the local files hold it")
+            return Fetched(plan=plan, stream_id=None, digests={}, why_reload=f"live weights cannot follow: {error}")
         fetched = time.monotonic()
         newest = indexes.get(target)
-        stats, files, unverified = self._decode(plan, indexes, live, layout)
+        why_reload = self._why_not_in_place(plan, indexes, live, layout)
+        stats, files, unverified = (_NOTHING, None, False) if why_reload else self._decode(plan, indexes, layout)
+        if why_reload is not None and durable is not None and durable > target:
+            raise ChainError(
+                "live weights can only be reloaded, and the local files hold a newer version",
+                version=target,
+                expected=f"a target of {durable} or more",
+            )
         passed = {*plan.chain, plan.seed_version} if plan.seed == "full" else {*plan.chain}
         return Fetched(
             plan=plan,
             stream_id=live.stream_id if newest is None else newest.stream_id or live.stream_id,
             digests={version: index.digest for version, index in sorted(indexes.items()) if version in passed},
             files=files,
+            why_reload=why_reload,
             is_unverified=unverified,
             stats=stats,
             seconds={"fetch": fetched - began, "decode": time.monotonic() - fetched},
@@ -165,55 +196,98 @@ class Host:
 
     def drop(self, target: int) -> None:
         """Forget a candidate, and everything that was held for it."""
-        self.mirror.discard(target)
-        self.let_go()
+        try:
+            self.mirror.discard(target)
+        finally:
+            self.let_go()
 
     def flush(self, timeout_s: float) -> None:
+        """Wait until the files hold all that is durable. MirrorError too if a version that was accepted is not any
+        more: it was wrong, or what it needs has gone."""
+        accepted = self.mirror.status().durable_version
         self.let_go()
         self.mirror.flush(timeout_s)
+        durable = self.mirror.status().durable_version
+        if accepted is not None and (durable is None or durable < accepted):
+            raise MirrorError(
+                "an accepted version could not be folded", path=self._local, expected=accepted, found=durable
+            )
 
     def close(self) -> None:
-        self.let_go()
-        if self._decoder is not None:
-            self._decoder.close()
-        self.mirror.close()
+        try:
+            self.let_go()
+            if self._decoder is not None:
+                self._decoder.close()
+        finally:
+            self.mirror.close()
+
+    def _why_not_in_place(
+        self, plan: Plan, indexes: Mapping[int, VersionIndex], live: Applied, layout: LayoutMap
+    ) -> str | None:
+        """Why the live weights cannot be brought there by steps; LayoutError for a full version of another model."""
+        self._full = None
+        if plan.seed == "full":
+            self._full = self.mirror.find_received(plan.seed_version, indexes[plan.seed_version].digest)
+            self._full = None if self._full is None or self._full.kind != "full" else self._full
+            found = read_published(self._sources, plan.seed_version) if self._full is None else self._full_checkpoint()
+            layout.check_tensors(found.tensors)
+        if plan.is_nothing:
+            return None
+        if live.version is None:
+            return f"live weights are no known version, and the way starts from {plan.seed} {plan.seed_version}"
+        if plan.seed == "base" or (plan.seed == "full" and self._full is None):
+            return f"starts from the {plan.seed} version {plan.seed_version} ({plan.reason})"
+        return None
+
+    def _full_checkpoint(self) -> Checkpoint:
+        if self._full is None:
+            raise MirrorError("there is no full version here", path=self._local)
+        return read_checkpoint(self._full.path(self.mirror.control))
 
     def _decode(
-        self, plan: Plan, indexes: Mapping[int, VersionIndex], live: Applied, layout: LayoutMap
+        self, plan: Plan, indexes: Mapping[int, VersionIndex], layout: LayoutMap
     ) -> tuple[DecodeStats, str | None, bool]:
-        """`(stats, directory of the files, whether checksums are our own)`; no directory where the live weights cannot
-        be brought there in place."""
-        nothing = DecodeStats(wire_bytes=0, compact_bytes=0)
-        full = None
-        if plan.is_nothing or live.version is None or plan.seed == "base":
-            return nothing, None, False
-        if plan.seed == "full":
-            full = self.mirror.find_received(plan.seed_version, indexes[plan.seed_version].digest)
-            if full is None or full.kind != "full":
-                return nothing, None, False  # its files have become the mirror's
+        """`(stats, directory of the files, whether checksums are our own)`."""
+        self._places = tuple(
+            Place(directory=self._where(version, indexes[version]), version=version) for version in plan.chain
+        )
+        if plan.is_nothing:
+            return _NOTHING, None, False
         directory = self.mirror.make_scratch()
         self._scratch.append(directory)
-        stats = self._run(plan, indexes, directory)
-        if full is None:
+        stats = self._run(directory)
+        if self._full is None:
             return stats, os.fspath(directory), False
-        checkpoint = read_checkpoint(full.path(self.mirror.control))
-        layout.check_tensors(checkpoint.tensors)
-        receipt = read_receipt(full, self.mirror.control)
-        updates = full_updates(checkpoint, receipt.checksums, version=full.version)
+        receipt = read_receipt(self._full, self.mirror.control)
+        updates = full_updates(self._full_checkpoint(), receipt.checksums, version=self._full.version)
         if plan.chain:
             updates = followed_by(updates, read_updates(directory / UPDATES_FILE))
         write_updates(directory / UPDATES_FILE, updates)
         unverified = indexes[plan.seed_version].checksum_format is None
-        stats = DecodeStats(wire_bytes=full.nbytes + stats.wire_bytes, compact_bytes=stats.compact_bytes)
+        stats = DecodeStats(wire_bytes=self._full.nbytes + stats.wire_bytes, compact_bytes=stats.compact_bytes)
         return stats, os.fspath(directory), unverified
 
-    def _run(self, plan: Plan, indexes: Mapping[int, VersionIndex], directory: Path) -> DecodeStats:
-        if not plan.chain:
+    def verify_rest(self, held: Collection[str], base: ReadTensor | None) -> None:
+        """Verify what was fetched of tensors that no rank holds; `base` reads the live version's bytes. Where it is
+        None, the files have gone past that version, by a fold that has verified them."""
+        if self._full is not None:
+            start = self._full_checkpoint()
+            with OpenFiles() as files:
+                verify_rest(self._places, start, reader_of(start, files), but=held)
+        elif base is not None:
+            verify_rest(self._places, self._sources.read_base(), base, but=held)
+
+    def is_folded(self, version: int) -> bool:
+        """Whether the files hold `version` or a later one."""
+        folded = self.mirror.status().folded_version
+        return folded is not None and folded >= version
+
+    def _run(self, directory: Path) -> DecodeStats:
+        if not self._places:
             (directory / COMPACT_FILE).touch()
-            return DecodeStats(wire_bytes=0, compact_bytes=0)
-        places = [Place(directory=self._where(version, indexes[version]), version=version) for version in plan.chain]
+            return _NOTHING
         job = DecodeJob(
-            places=tuple(places), base_dir=self._sources.base_dir, directory=directory, workers=self._workers
+            places=self._places, base_dir=self._sources.base_dir, directory=directory, workers=self._workers
         )
         return run_job(job) if self._decoder is None else self._decoder.run(job, timeout_s=self._timeout_s)
 

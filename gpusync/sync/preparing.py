@@ -25,11 +25,24 @@ def prepare_version(rank: Rank, target: int) -> Prepared:
     """A collective. Where it raises, nothing has changed but that a leader may hold things: `Host.drop` them."""
     clock, team, live = Clock(), rank.team, rank.live
     fetched = _fetch(rank, target, clock)
-    updates = {} if fetched.files is None else read_updates(Path(fetched.files) / UPDATES_FILE)
     base = LazyBase(live, timeout_s=min(team.timeout_s, BASE_WAIT_S))
-    path, reason = _choose_path(rank, fetched, updates, base)
-    update = _verify(rank, updates, fetched, base, clock) if path == "in place" else None
-    team.step("making the version durable", lambda: None if rank.host is None else rank.host.accept(target), "accept")
+    files = None if fetched.files is None else StepFiles(Path(fetched.files) / COMPACT_FILE)
+    try:
+        updates, mine = team.step("reading what was fetched", lambda: _look(rank, fetched, base), "look")
+        path, reason = _choose_path(rank, fetched, mine)
+        update = None
+        if path == "in place" and files is not None:
+            update = _verify(rank, updates, files, base, clock)
+            team.step("verifying what no rank holds", lambda: _verify_rest(rank, base), "rest")
+        team.step("making the version durable", lambda: _accept(rank, target), "accept")
+        if path == "reload":
+            with clock.stage("fold"):  # which verifies it, for ranks that will not
+                team.step("folding the local checkpoint", lambda: rank.flush(team.timeout_s), "fold")
+    except BaseException:
+        base.close()
+        if files is not None:
+            files.close()
+        raise
     report = SyncReport(
         version=target,
         version_before=live.version,
@@ -95,41 +108,55 @@ def _fetch(rank: Rank, target: int, clock: Clock) -> Fetched:
     if any(each.digests != first.digests for each in found.values()):
         raise MirrorError("the hosts see different streams", version=target, path=rank.sources.source_dir)
     # Where one host's files are elsewhere, and nothing was decoded for it, nobody commits in place.
-    is_alike = all(each.outcome == first.outcome for each in found.values())
-    return fetched if is_alike else replace(fetched, files=None)
+    if all(each.outcome == first.outcome for each in found.values()):
+        return fetched
+    reason = next((each.why_reload for each in found.values() if each.why_reload), "the hosts' files differ")
+    return replace(fetched, files=None, why_reload=reason)
 
 
-def _choose_path(
-    rank: Rank, fetched: Fetched, updates: Mapping[str, TensorUpdate], base: LazyBase
-) -> tuple[CommitPath, str]:
-    """How the commit will be made, and why; the same on all ranks."""
-    if fetched.plan.is_nothing:
-        return "nothing", fetched.plan.reason
-    told = rank.team.gather(_why_reload(rank, fetched, updates, base))
+def _choose_path(rank: Rank, fetched: Fetched, mine: str | None) -> tuple[CommitPath, str]:
+    """How the commit will be made, and why; the same on all ranks. `mine`: why this one cannot make it in place."""
+    told = rank.team.gather(mine)
     reason = next((each for each in told if each is not None), None)
-    return ("in place", fetched.plan.reason) if reason is None else ("reload", reason)
+    if reason is not None:
+        return "reload", reason
+    return ("nothing" if fetched.plan.is_nothing else "in place"), fetched.plan.reason
 
 
-def _why_reload(rank: Rank, fetched: Fetched, updates: Mapping[str, TensorUpdate], base: LazyBase) -> str | None:
-    """Why this rank cannot bring its weights there in place."""
-    plan, store = fetched.plan, rank.live.store
+def _look(rank: Rank, fetched: Fetched, base: LazyBase) -> tuple[dict[str, TensorUpdate], str | None]:
+    """The steps of all changed tensors, and why this rank cannot bring its weights there in place."""
     if fetched.files is None:
-        return f"starts from the {plan.seed} version {plan.seed_version} ({plan.reason})"
+        return {}, fetched.why_reload
+    updates = read_updates(Path(fetched.files) / UPDATES_FILE)
+    return updates, _why_reload(rank, updates, base)
+
+
+def _why_reload(rank: Rank, updates: Mapping[str, TensorUpdate], base: LazyBase) -> str | None:
+    store, version = rank.live.store, rank.live.version
     opaque = store.opaque_among(updates)
     if opaque:
         name, why = next(iter(opaque.items()))
         return f"{len(opaque)} changed tensors cannot be patched in place, `{name}` among them: {why}"
     dense = sum(dense_bytes(step, update.nbytes) for update in updates.values() for step in update.steps)
     if dense > store.dense_bytes and base.reader is None:
-        return f"{dense} dense bytes could not be rolled back: the files do not hold version {rank.live.version}"
+        return f"{dense} dense bytes could not be rolled back: the files do not hold version {version}"
     return None
 
 
+def _verify_rest(rank: Rank, base: LazyBase) -> None:
+    if rank.host is not None and not rank.live.tensors.keys() <= rank.live.store.held_by_any.keys():
+        rank.host.verify_rest(rank.live.store.held_by_any, base.reader)
+
+
+def _accept(rank: Rank, target: int) -> None:
+    if rank.host is not None:
+        rank.host.accept(target)
+
+
 def _verify(
-    rank: Rank, updates: Mapping[str, TensorUpdate], fetched: Fetched, base: LazyBase, clock: Clock
+    rank: Rank, updates: Mapping[str, TensorUpdate], files: StepFiles, base: LazyBase, clock: Clock
 ) -> PreparedUpdate:
     team, live = rank.team, rank.live
-    files = StepFiles(Path(str(fetched.files)) / COMPACT_FILE)
     live.memory.reset_peak()
     room = min(team.gather(team.step("making room for scratch", lambda: live.store.reserve(updates), "room", clock)))
 

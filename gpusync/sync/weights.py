@@ -7,6 +7,7 @@ no known version) is committed by an ordinary reload from the local checkpoint, 
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from gpusync.verdict import InDoubtError, open_group
 
 Verify = Literal["before+after", "before"]
 EXPIRES_AFTER_S = 1800.0
+MAX_VERSION = 10**13
 
 
 class WeightSync:
@@ -120,7 +122,12 @@ class WeightSync:
         self._holds_are_stale = False
         self._expiry: threading.Timer | None = None
         self._turn = threading.RLock()
-        self._enter("attach", None)
+        self._closed = False
+        try:
+            self._enter("attach", None)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def version(self) -> int | None:
@@ -151,7 +158,8 @@ class WeightSync:
 
     def pull(self, target: int) -> SyncReport:
         """`prepare`, then `commit`."""
-        return self.commit(self.prepare(target))
+        with self._turn:
+            return self.commit(self.prepare(target))
 
     def prepare(self, target: int) -> Prepared:
         """Verify `target` on every rank and make it durable on every host; live weights are not written.
@@ -160,6 +168,7 @@ class WeightSync:
         checkpoint the base again. On any error nothing has changed, and every rank raises: its own error where it
         failed, PeerFailedError elsewhere.
         """
+        target = _checked(target)
         with self._turn:
             self._enter("prepare", target)
             if self._prepared is not None:
@@ -182,7 +191,8 @@ class WeightSync:
         """
         with self._turn:
             clock = Clock()
-            self._enter("commit", prepared.version if prepared is self._prepared else None)
+            is_waiting = prepared is not None and prepared is self._prepared
+            self._enter("commit", prepared.version if is_waiting else None)
             self._prepared = None
             self._cancel_expiry()
             with clock.stage("commit"):
@@ -217,10 +227,14 @@ class WeightSync:
 
     def close(self) -> None:
         with self._turn:
-            self._drop_prepared()
-            if self._rank.host is not None:
-                self._rank.host.close()
-            self._rank.team.group.close()
+            self._closed = True
+            try:
+                self._drop_prepared()
+                if self._rank.host is not None:
+                    self._rank.host.close()
+            finally:
+                self._rank.host = None
+                self._rank.team.group.close()
 
     def _commit(self, prepared: Prepared, clock: Clock) -> None:
         if prepared.report.commit_path == "in place":
@@ -237,8 +251,9 @@ class WeightSync:
         self._settle(prepared)
 
     def _settle(self, prepared: Prepared) -> None:
-        """It is live."""
-        self._rank.live.applied = prepared.applied
+        """It is live. After a reload, attaching has found out what that is."""
+        if prepared.report.commit_path != "reload":
+            self._rank.live.applied = prepared.applied
         prepared.close()
         self._rank.let_go()
 
@@ -248,6 +263,8 @@ class WeightSync:
         Decisions that were missed are resolved first. Where a rank is new in the group, all attach before anything
         else. What ranks do not agree on (what is live, what is prepared) none of them has.
         """
+        if self._closed:
+            raise RefusedError("this WeightSync was closed")
         self._resolve_doubt()
         while True:
             self._rank.team.begin()
@@ -317,3 +334,14 @@ class WeightSync:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
+
+
+def _checked(target: object) -> int:
+    """A version number. Raises RefusedError before any rank waits for another."""
+    try:
+        number = -1 if isinstance(target, bool) else operator.index(target)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < MAX_VERSION:
+        raise RefusedError("a target is a version number", expected=f"0 to {MAX_VERSION - 1}", found=repr(target)[:80])
+    return number

@@ -117,6 +117,10 @@ def test_a_dead_worker_is_named_and_the_next_pull_starts_its_successors(trainer:
     with agent(trainer.root, *trainer.options) as running:
         running.client.pull(trainer.publish(), commit=True)
         running.workers[1].kill()
+        deadline = time.monotonic() + 20
+        while running.client.is_ready() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "worker 1 is gone" in str(running.client.version().in_doubt)
         version = trainer.publish()
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"worker 1 died .*SIGKILL"):
@@ -138,7 +142,12 @@ def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer:
         assert running.client.pull(1, commit=True).live == 1
         publishing.join()
 
-        for wrong in ({"local_checkpoint_dir": str(trainer.root / "elsewhere")}, {"source_dir": "/etc"}):
+        elsewhere, inside = trainer.root / "elsewhere", trainer.root / "local" / "sub"
+        for wrong in (
+            {"local_checkpoint_dir": str(elsewhere)},
+            {"local_checkpoint_dir": str(inside)},
+            {"source_dir": "/etc"},
+        ):
             with pytest.raises(EndpointError, match="is not allowed"):
                 running.client.pull(1, **wrong)
         with pytest.raises(EndpointError, match="is not allowed"):
@@ -151,9 +160,10 @@ def test_what_is_refused_changes_nothing_and_what_is_late_is_waited_for(trainer:
         trainer.assert_live(running, 1)
 
         running.client.pull(trainer.publish())
-        told = running.reload(trainer.root / "local", 1)  # not what is prepared: the files are read, which are at 2
-        assert told["message"] == "reloaded from the local checkpoint"
+        with pytest.raises(GpusyncError, match="is another version"):
+            running.reload(trainer.root / "local", 1)  # not what is prepared: the files are read, which are at 2
         trainer.assert_live(running, 2)
+        assert running.reload(trainer.root / "local", 2)["message"] == "reloaded from the local checkpoint"
 
         version = trainer.publish()
         for shard in (trainer.root / "stream" / "weight_v000003").glob("*.safetensors"):

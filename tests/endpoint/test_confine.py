@@ -53,6 +53,14 @@ def test_what_is_not_absolute_is_refused(root: Path, path: str, monkeypatch: pyt
         confine(path, [root], what="source_dir")
 
 
+def test_a_place_is_allowed_itself_and_nothing_below_it(root: Path) -> None:
+    assert confine(f"{root}/run/deep/..", [], places=[root / "run"], what="local_checkpoint_dir") == root / "run"
+    for path in (root / "run" / "deep", root):
+        with pytest.raises(ForbiddenPathError) as caught:
+            confine(str(path), [], places=[root / "run"], what="local_checkpoint_dir")
+        assert caught.value.expected == str(root / "run")
+
+
 class TestLinks:
     def test_out_of_the_root_is_refused_without_telling_where_it_leads(self, root: Path) -> None:
         (root / "link").symlink_to(root.parent / "secret")

@@ -174,10 +174,10 @@ class TestNothingHangs:
     def test_a_link_into_a_dead_filesystem_holds_nobody_else_up(self, tmp_path, ask, monkeypatch) -> None:
         real, stuck = module.confine, threading.Event()
 
-        def confine(path: str, roots: object, *, what: str) -> Path:
+        def confine(path: str, roots: object, *, places: object = (), what: str) -> Path:
             if path.endswith("/dead"):
                 stuck.wait(20)
-            return real(path, roots, what=what)  # type: ignore[arg-type]
+            return real(path, roots, places=places, what=what)  # type: ignore[arg-type]
 
         monkeypatch.setattr(module, "confine", confine)
 
@@ -196,7 +196,7 @@ class TestNothingHangs:
     def test_a_dead_filesystem_keeps_one_thread_however_often_it_is_asked_for(self, tmp_path, ask, monkeypatch) -> None:
         looks, release = [], threading.Event()
 
-        def confine(path: str, roots: object, *, what: str) -> Path:
+        def confine(path: str, roots: object, *, places: object = (), what: str) -> Path:
             looks.append(path)
             release.wait(20)
             return Path(path)

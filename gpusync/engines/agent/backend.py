@@ -98,18 +98,33 @@ class AgentBackend:
             place = self._attached
             if place is None or place.local_checkpoint_dir != local_checkpoint_dir:
                 raise RefusedError("not the local checkpoint that this agent follows", path=local_checkpoint_dir)
-            self._workers.call("abort")
-            self._recover(place)
-            self._workers.call("load", _as_dict(place))
-            self._attach(place)
+            if self._workers.are_running:
+                self._workers.call("abort")
+                self._recover(place)
+                self._workers.call("load", _as_dict(place))
+                self._attach(place)
+            else:
+                self.start()
+            live = self.status().live
+            if version is not None and live != version:
+                raise RefusedError(
+                    "the local checkpoint is reloaded, and is another version", path=place.local_checkpoint_dir,
+                    version=version, found=live,
+                )  # fmt: skip
             return Outcome(message="reloaded from the local checkpoint", status=self.status())
 
         return await self._do(work)
 
     async def digests(self) -> list[object]:
-        return await self._do(lambda: self._workers.call("digests"))
+        def work() -> list[object]:
+            if not self._workers.are_running:
+                raise RefusedError("no worker runs", found=self.status().in_doubt)
+            return self._workers.call("digests")
+
+        return await self._do(work)
 
     def status(self) -> Status:
+        self._workers.look()
         return self._workers.status
 
     def metrics(self) -> str:
@@ -117,6 +132,12 @@ class AgentBackend:
 
     def _bring_up(self, place: Place) -> None:
         """Workers that are attached to these directories."""
+        attached = self._attached
+        if attached is not None and _overlap(attached.local_checkpoint_dir, place.local_checkpoint_dir):
+            raise RefusedError(
+                "a local checkpoint cannot lie in the one that this agent follows, nor around it",
+                path=place.local_checkpoint_dir, found=attached.local_checkpoint_dir,
+            )  # fmt: skip
         self._place = self._place or place
         if not self._workers.are_running:
             self._attached = None
@@ -152,7 +173,7 @@ def agent_routes(backend: AgentBackend, service: Service, roots: Roots) -> dict[
         path, version = fields.get("model_path"), _weight_version(fields.get("weight_version"))
         if not isinstance(path, str):
             raise ForbiddenPathError("model_path is not a path", found=repr(path)[:80])
-        local = await call_in_thread(lambda: confine(path, roots.local, what="model_path"), name="gpusync-resolve")
+        local = await call_in_thread(lambda: _confined(path, roots), name="gpusync-resolve")
         return outcome_reply(await service.exclusively("reloading", lambda: backend.reload(local, version)))
 
     async def digests(request: HttpRequest) -> HttpReply:
@@ -174,6 +195,10 @@ def agent_routes(backend: AgentBackend, service: Service, roots: Roots) -> dict[
     return {**quiet, ("POST", "/update_weights_from_disk"): reload, ("GET", "/weights/digests"): digests}
 
 
+def _confined(path: str, roots: Roots) -> Path:
+    return confine(path, roots.local, places=roots.local_places, what="model_path")
+
+
 QUIET = ("/pause_generation", "/continue_generation", "/flush_cache")
 
 
@@ -184,6 +209,10 @@ def _weight_version(value: object) -> int | None:
     if isinstance(value, int | str) and not isinstance(value, bool) and re.fullmatch("[0-9]{1,13}", str(value)):
         return int(value)
     raise RequestError("weight_version is not a version number", found=repr(value)[:80])
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one in other.parents or other in one.parents
 
 
 def _as_dict(place: Place | None) -> dict[str, object]:

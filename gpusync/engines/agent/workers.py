@@ -90,6 +90,14 @@ class Workers:
         _raise_failure(answers)
         return [answers[rank]["result"] for rank in sorted(answers)]
 
+    def look(self) -> None:
+        """Whether all of them are alive; if one is not, the status says so. From any thread, beside a call."""
+        for worker in self._workers:
+            code = worker.process.exitcode
+            if code is not None and self.status.in_doubt is None:
+                why = f"worker {worker.rank} is gone ({_ended(code)})"
+                self.status = Status(durable=self.status.durable, in_doubt=why)
+
     def stop(self) -> None:
         """Let them close what they hold, for a little while."""
         for worker in self._workers:

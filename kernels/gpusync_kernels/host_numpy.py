@@ -132,13 +132,15 @@ def find_steps(
     if _SPARSE * words * element_bytes > old.size:
         positions, steps = _find_dense(old.view(kind), new.view(kind), order)
         return (positions, steps) if len(positions) <= most else None
-    lines = differ.view("<u8").nonzero()[0]  # eight flags, a line's words, as one
-    at = differ.reshape(-1, 8)[lines].reshape(-1).nonzero()[0]
-    at = (lines << 3)[at >> 3] + (at & 7)
-    before, after = old_words[at].view(kind), new_words[at].view(kind)
+    flags = differ.view("<u8")  # eight flags, a line's words, as one
+    lines = (flags != 0).nonzero()[0]
+    at = flags.take(lines).view(np.bool_).nonzero()[0]
+    at += ((lines << 3) - np.arange(0, 8 * len(lines), 8)).take(at >> 3)
+    before, after = old_words.take(at).view(kind), new_words.take(at).view(kind)
     found = (before != after).nonzero()[0]
-    positions = (at << log2)[found >> log2] + (found & (1 << log2) - 1)
-    before, after = before[found], after[found]
+    at -= np.arange(len(at))
+    positions = (at << log2).take(found >> log2) + found
+    before, after = before.take(found), after.take(found)
     old_tail, new_tail = old[whole:].view(kind), new[whole:].view(kind)
     tail = (old_tail != new_tail).nonzero()[0]
     if len(tail):

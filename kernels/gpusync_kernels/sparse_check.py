@@ -83,5 +83,5 @@ def _all_different(ascending: list[Ints]) -> bool:
     """Whether no position is in two of the lists, of which each is ascending."""
     if len(ascending) == 1:
         return True
-    merged = np.sort(np.concatenate(ascending), kind="stable")
+    merged = np.sort(np.concatenate(ascending))
     return not bool((merged[1:] == merged[:-1]).any())

@@ -16,15 +16,23 @@ from gpusync_kernels import (
     Payload,
     SegmentTable,
     bind_sparse,
+    choose_host_ops,
     decode_stream,
     head_bytes,
     parse_blob,
     sparse_apply,
     sparse_check,
     sparse_revert,
+    using_host_ops,
 )
-from gpusync_kernels.host_numpy import step_of, unpack_fields
+from gpusync_kernels.host_numpy import pack_fields, step_of, unpack_fields
 from gpusync_kernels.word_order import from_order, to_order
+
+
+def _loops(name):
+    if name == "numba":
+        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
+    return choose_host_ops(name)[0]
 
 
 @st.composite
@@ -104,9 +112,10 @@ def test_blocks_decode_alone(change, data):
     assert [part[2] for part in parts] == np.cumsum([0, *(len(part[0]) for part in parts[:-1])]).tolist()
 
 
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
 @settings(deadline=None, max_examples=150)
-@given(changes(), st.data())
-def test_a_damaged_blob_changes_nothing_outside(change, data):
+@given(change=changes(), data=st.data())
+def test_a_damaged_blob_changes_nothing_outside(loops, change, data):
     """Any bits flipped: refused, or found by the check, or applied inside the slice alone; numpy would raise beyond
     it.
     """
@@ -126,7 +135,8 @@ def test_a_damaged_blob_changes_nothing_outside(change, data):
     table = SegmentTable.flat(dst_offset=32, nbytes=old.nbytes)
     sound = sparse_check([one])[0]
     bound = bind_sparse(table, dst=[room], payloads=[one], undo=poisoned(one.blob.literal_bytes.sum()))
-    sparse_apply(bound)
+    with using_host_ops(_loops(loops)):
+        sparse_apply(bound)
     assert (room[:32] == 0xA5).all()
     assert (room[-32:] == 0xA5).all()
     if sound:
@@ -207,3 +217,28 @@ def test_what_does_not_fit_is_refused():
         sparse_revert(bound)
     with pytest.raises(ValueError, match="its head says"):
         sparse_check([Payload(source=0, data=one.data[:-8], blob=one.blob)])
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 100])
+def test_fields_are_packed_as_they_are_unpacked(width, count):
+    values = np.random.default_rng(width).integers(0, 1 << width, count, dtype=np.uint64)
+    number = sum(int(value) << (i * width) for i, value in enumerate(values))
+    assert pack_fields(values.astype(np.uint32), width).tobytes() == number.to_bytes(
+        -(-count * width // 32) * 4, "little"
+    )
+
+
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
+def test_finding_stops_at_most(loops):
+    """More changes than are wanted: none are given, however they lie."""
+    for changed in (slice(0, 100), slice(0, 6400, 64)):
+        old = np.zeros(6404, np.uint16)
+        new = old.copy()
+        new[changed] = 3
+        sides = old.view(np.uint8), new.view(np.uint8)
+        find = _loops(loops).find_steps
+        assert find(*sides, element_bytes=2, order=1, most=99) is None
+        positions, steps = find(*sides, element_bytes=2, order=1, most=100)
+        assert positions.tolist() == np.flatnonzero(new).tolist()
+        assert steps.tolist() == [3] * 100

@@ -27,6 +27,7 @@ class DeviceMemory:
     """
 
     scratch_bytes = 1 << 62
+    pause_workers = 1
 
     def __init__(self, device: torch.device | str, *, pinned_bytes: int = PINNED_BYTES) -> None:
         self.device: torch.device = with_index(device)

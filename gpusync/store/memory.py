@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from gpusync.codec.frame_decoder import FrameDecoder, HostFrameDecoder
 from gpusync_kernels.buffers import byte_view, nbytes_of
 
 Buffer = Any
+MAX_WORKERS = 8
 
 
 class Memory(Protocol):
@@ -39,6 +41,11 @@ class Memory(Protocol):
     @property
     def scratch_bytes(self) -> int:
         """How much scratch is of use at once: on a device as much as may be had, on the host what caches hold."""
+        ...
+
+    @property
+    def pause_workers(self) -> int:
+        """Threads that are of use inside the pause, where nothing else runs: 1 on a device."""
         ...
 
     @property
@@ -125,6 +132,10 @@ class HostMemory:
     """Numpy arrays. For ranks on a CPU, whose params are torch CPU tensors."""
 
     scratch_bytes = 32 << 20
+
+    @property
+    def pause_workers(self) -> int:
+        return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
     def __init__(self) -> None:
         self._accounts = Accounts()

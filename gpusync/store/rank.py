@@ -18,13 +18,14 @@ import torch
 from gpusync.digest import DigestReport, Shards, sharded_digests
 from gpusync.errors import LayoutError
 from gpusync.layout import LayoutMap, ReadTensor, check_addresses, storage_bytes
+from gpusync.mirror.workers import for_each
 from gpusync.progress import Progress, counter
 from gpusync.store.casts import CastBatch, CastStore
 from gpusync.store.compact import StepFiles
 from gpusync.store.fingerprint import fingerprint, first_difference
-from gpusync.store.load import load
+from gpusync.store.load import LoadedStep, load
 from gpusync.store.memory import Memory, is_out_of_memory
-from gpusync.store.operations import bind_operations, held_by
+from gpusync.store.operations import Operation, bind_operations, held_by
 from gpusync.store.preparing import Preparing, request_of, spans_of
 from gpusync.store.restore import OldBytes, write_back
 from gpusync.store.tensor_update import TensorUpdate
@@ -33,6 +34,7 @@ from gpusync_kernels import SegmentTable, bind_moves, copy_segments
 
 STAGING_BYTES = 1 << 30
 MIN_STAGING_BYTES = 1 << 20
+LANES_FROM_BYTES = 256 << 20
 
 
 class RankStore:
@@ -131,12 +133,8 @@ class RankStore:
         check_addresses(self.layout, self._params)
         self.memory.synchronise()
         self._write_back(prepared.repaired, prepared)
-        for operation in prepared.operations:
-            names = {prepared.names[tensor] for tensor in operation.tensors}
-            prepared.begun |= names
-            operation.apply()
-            prepared.begun -= names
-            prepared.done.append(operation)
+        workers = self.memory.pause_workers
+        for_each(prepared.lanes, lambda _, lane: _run(lane, prepared), workers=workers, size=len)
         self._stream(prepared)
         self._casts.commit(prepared.casts)
         self.memory.synchronise()
@@ -144,7 +142,13 @@ class RankStore:
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
         for part in prepared.expected:
-            now = fingerprint(part.table, part.buffers, self.sizes(part.names), memory=self.memory)
+            now = fingerprint(
+                part.table,
+                part.buffers,
+                self.sizes(part.names),
+                memory=self.memory,
+                workers=self.memory.pause_workers,
+            )
             wrong = first_difference(part.fingerprints, now)
             if wrong is not None:
                 return part.names[wrong]
@@ -217,7 +221,11 @@ class RankStore:
     def _bind(self, prepared: PreparedUpdate) -> None:
         """All that can be done before the pause: operations on the live params, and copies of what they replace."""
         table, buffers = self.live(prepared.names)
-        prepared.operations = list(bind_operations(prepared.chains, table, buffers, self.memory, revertible=True))
+        count = self.memory.pause_workers if table.nbytes >= LANES_FROM_BYTES else 1
+        prepared.lanes = [
+            list(bind_operations(chains, table, buffers, self.memory, revertible=True))
+            for chains in _deal(prepared.chains, count)
+        ]
         for operation in prepared.operations:
             operation.bound.upload()
         self._casts.bind(prepared.casts)
@@ -257,3 +265,24 @@ class RankStore:
         for name in names:
             table, buffers = self.live([name])
             write_back(reader(name), table, buffers, memory=self.memory)
+
+
+def _run(lane: Sequence[Operation], prepared: PreparedUpdate) -> None:
+    """The calls of one lane, noting what was begun and what is done."""
+    for operation in lane:
+        names = {prepared.names[tensor] for tensor in operation.tensors}
+        prepared.begun.update(names)
+        operation.apply()
+        prepared.begun.difference_update(names)
+        prepared.done.append(operation)
+
+
+def _deal(chains: Mapping[int, list[LoadedStep]], count: int) -> list[dict[int, list[LoadedStep]]]:
+    """Tensors dealt out to lanes, so that each has about as much to do."""
+    lanes: list[dict[int, list[LoadedStep]]] = [{} for _ in range(count)]
+    loads = [0] * count
+    for number, chain in sorted(chains.items(), key=lambda item: -sum(step.nbytes for step in item[1])):
+        lane = loads.index(min(loads))
+        lanes[lane][number] = chain
+        loads[lane] += sum(step.nbytes for step in chain)
+    return [lane for lane in lanes if lane]

@@ -47,7 +47,7 @@ class PreparedUpdate:
     repaired: list[str] = field(default_factory=list)
     casts: PreparedCasts = field(default_factory=PreparedCasts)
     expected: list[ExpectedPart] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    lanes: list[list[Operation]] = field(default_factory=list)
     done: list[Operation] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
     kept: list[Any] = field(default_factory=list)
@@ -55,6 +55,11 @@ class PreparedUpdate:
     watch: Stopwatch = field(default_factory=Stopwatch)
     touched_bytes: int = 0
     streamed_bytes: int = 0
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The calls of a commit. Those of a lane follow each other; lanes have no tensor in common."""
+        return [operation for lane in self.lanes for operation in lane]
 
     @property
     def replaced(self) -> list[str]:

@@ -170,6 +170,23 @@ def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int,
     assert rank.live() == before
 
 
+def test_lanes_beside_each_other_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpusync.store.rank.LANES_FROM_BYTES", 0)
+    monkeypatch.setattr(HostMemory, "pause_workers", 3)
+    config = ModelConfig()
+    state = make_state(config)
+    rank, chain = Rank(config, state), mixed_chain(state)
+    before = rank.live()
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain), base=Base(state))
+    assert len(prepared.lanes) == 3
+    rank.store.commit(prepared)
+    assert rank.store.verify(prepared) is None
+    rank.model.post_load()
+    assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
+    rank.store.roll_back(prepared)
+    assert rank.live() == before
+
+
 @pytest.mark.parametrize("staging_bytes", [1, 1 << 30])
 def test_a_commit_that_fails_anywhere_is_undone(
     tmp_path: Path, staging_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -277,11 +277,6 @@ class Host:
         elif base is not None:
             verify_rest(self._places, self._sources.read_base(), base, but=held)
 
-    def is_folded(self, version: int) -> bool:
-        """Whether the files hold `version` or a later one."""
-        folded = self.mirror.status().folded_version
-        return folded is not None and folded >= version
-
     def _run(self, directory: Path) -> DecodeStats:
         if not self._places:
             (directory / COMPACT_FILE).touch()

@@ -45,7 +45,7 @@ def serve_command(
     pre_read_hook: str | None,
     as_json: bool,
 ) -> None:
-    """Hold a checkpoint's weights, and bring them to published versions on request.
+    """Hold weights, and bring them to versions on request.
 
     Routes: /pull_weights, /prepare_weights, /commit_weights, /abort_weights, /weights/version, /weights/ready,
     /weights/digests, /update_weights_from_disk, /metrics.

@@ -14,14 +14,16 @@ DIRECTORY = click.Path(path_type=Path)
 @click.command("serve")
 @click.option("--model", type=DIRECTORY, required=True, help="The checkpoint to start from: safetensors files.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel workers.")
-@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=30000, show_default=True, help="0 takes a free one.")
 @click.option("--source-dir", type=DIRECTORY, help="The stream, for requests that name none.")
 @click.option("--local-checkpoint-dir", type=DIRECTORY, help="The local checkpoint; attached to at the start.")
 @click.option("--source-root", type=DIRECTORY, multiple=True, help="Requests may name streams below it. Repeatable.")
 @click.option("--local-root", type=DIRECTORY, multiple=True, help="And local checkpoints below this one. Repeatable.")
 @click.option("--token", envvar="GPUSYNC_TOKEN", help="Bearer token of every request; better set in GPUSYNC_TOKEN.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where weights lie."
+)
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds after which a step has failed.")
 @click.option(
     "--visibility-timeout", type=float, default=60.0, show_default=True, help="Seconds to wait for a version."

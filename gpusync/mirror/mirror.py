@@ -195,7 +195,7 @@ class Mirror:
             self._session.hold(version)
             if any(entry.version >= version for entry in read_inbox(self._control).pending):
                 with local_lock(self._control, timeout_s=self._lock_timeout):
-                    pass
+                    pass  # whoever was folding has ended
         except BaseException:
             self._session.release(version)
             raise

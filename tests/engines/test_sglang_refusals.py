@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpusync.engines.settings import read_settings
 from gpusync.engines.sglang.refusals import find_obstacle, find_refusal
-from gpusync.engines.sglang.settings import read_settings
 from gpusync.errors import RefusedError
 
 

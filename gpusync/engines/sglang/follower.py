@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from gpusync.engines.settings import Settings
 from gpusync.engines.sglang.derived import register_absorbed
 from gpusync.engines.sglang.layout import resolve_base, trace_runners
-from gpusync.engines.sglang.settings import Settings
 from gpusync.errors import GpusyncError, RefusedError
 from gpusync.layout import DERIVED, LayoutMap, attach, named_tensors
 from gpusync.stream import read_checkpoint

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpusync.endpoint import Outcome, Status, Update, error_from_dict
+from gpusync.engines.gauges import Gauges
 from gpusync.engines.sglang import messages
-from gpusync.engines.sglang.metrics import Gauges
 from gpusync.errors import RefusedError
 
 Told = Mapping[str, Any]

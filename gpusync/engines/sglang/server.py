@@ -7,9 +7,9 @@ from typing import Any
 
 from gpusync.endpoint import Defaults, HttpReply, HttpRequest, Roots, Routes, Service
 from gpusync.endpoint.routes import MAX_BODY_BYTES, json_reply, too_large
-from gpusync.engines.sglang.metrics import Gauges
+from gpusync.engines.gauges import Gauges
+from gpusync.engines.settings import Settings, read_settings
 from gpusync.engines.sglang.ranks import Ranks
-from gpusync.engines.sglang.settings import Settings, read_settings
 
 # sglang has metrics of its own there.
 NOT_OURS = {("GET", "/metrics")}

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from gpusync.engines.settings import Settings, read_settings
 from gpusync.engines.sglang.follower import Follower
 from gpusync.engines.sglang.rank import Rank
 from gpusync.engines.sglang.refusals import find_refusal, read_setting
-from gpusync.engines.sglang.settings import Settings, read_settings
 from gpusync.errors import GpusyncError, RefusedError
 from gpusync.verdict import open_group
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gpusync.endpoint import Outcome, Status, Update, error_from_dict
-from gpusync.engines.vllm.metrics import Gauges
+from gpusync.engines.gauges import Gauges
 from gpusync.engines.vllm.refusals import find_server_refusal
 from gpusync.engines.vllm.settings import Settings
 from gpusync.errors import RefusedError

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 from gpusync.endpoint import Defaults, HttpReply, HttpRequest, Roots, Routes, Service
 from gpusync.endpoint.asgi import AsgiApp, send_reply
 from gpusync.endpoint.routes import failure_reply, json_reply
-from gpusync.engines.vllm.metrics import Gauges
+from gpusync.engines.gauges import Gauges
 from gpusync.engines.vllm.ranks import Ranks
 from gpusync.engines.vllm.settings import Settings, read_settings
 from gpusync.errors import GpusyncError

@@ -1,5 +1,4 @@
-"""gpusync's figures among sglang's own: gauges in the HTTP process's Prometheus registry, served by `/metrics` where
-sglang serves it (`--enable-metrics`)."""
+"""gpusync's figures among an engine's own: gauges in its Prometheus registry, served by its `/metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says: a flag added to sglang's command line would not reach servers that others start."""
+"""What the environment says to a plugin: flags of ours would not reach servers that somebody else starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gpusync.errors import RefusedError
 
@@ -27,18 +28,23 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """Raises RefusedError naming a variable that cannot be used."""
+    return Settings(**read_fields(environment))
+
+
+def read_fields(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `Settings`, by name. Raises as `read_settings`."""
     told = {name.removeprefix("GPUSYNC_"): value for name, value in environment.items() if value}
-    return Settings(
-        source_roots=_roots(told, "SOURCE_ROOTS"),
-        local_roots=_roots(told, "LOCAL_ROOTS"),
-        source_dir=told.get("SOURCE_DIR"),
-        local_checkpoint_dir=told.get("LOCAL_CHECKPOINT_DIR"),
-        token=told.get("TOKEN"),
-        pre_read_hook=told.get("PRE_READ_HOOK"),
-        timeout_s=_seconds(told, "TIMEOUT_S", 600.0),
-        visibility_timeout_s=_seconds(told, "VISIBILITY_TIMEOUT_S", 60.0),
-        handshake_timeout_s=_seconds(told, "HANDSHAKE_TIMEOUT_S", 60.0),
-    )
+    return {
+        "source_roots": _roots(told, "SOURCE_ROOTS"),
+        "local_roots": _roots(told, "LOCAL_ROOTS"),
+        "source_dir": told.get("SOURCE_DIR"),
+        "local_checkpoint_dir": told.get("LOCAL_CHECKPOINT_DIR"),
+        "token": told.get("TOKEN"),
+        "pre_read_hook": told.get("PRE_READ_HOOK"),
+        "timeout_s": _seconds(told, "TIMEOUT_S", 600.0),
+        "visibility_timeout_s": _seconds(told, "VISIBILITY_TIMEOUT_S", 60.0),
+        "handshake_timeout_s": _seconds(told, "HANDSHAKE_TIMEOUT_S", 60.0),
+    }
 
 
 def _roots(told: Mapping[str, str], name: str) -> tuple[Path, ...]:

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from gpusync import PullReport, pull
 from support.checkpoints import State, read_state, small_state, snapshot, write_checkpoint
+
+settings.register_profile("gpusync", deadline=None)  # no test asserts a time
+settings.load_profile("gpusync")
 
 
 @dataclass

@@ -147,7 +147,7 @@ def as_offer(tensor: Tensor) -> StoredBytes:
     return StoredBytes(dtype=tensor.dtype, shape=tensor.shape, data=tensor.data)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_version_arrives_bit_for_bit(data: st.DataObject) -> None:
     """Pulled one by one, at once, by a reader that skips some and by one that goes back; and read by a reader that

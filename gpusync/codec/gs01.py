@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from gpusync.codec.gs01_stream import Ints, StreamReader
 from gpusync.codec.payload import U8, Payload, as_bytes, read_head
-from gpusync.codec.windows import WINDOW_BYTES, WindowOrder, pieces
+from gpusync.codec.windows import WindowOrder, pieces
 from gpusync.errors import NOWHERE, PayloadError, Where
 from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Blob, head_bytes, parse_blob
 from gpusync_kernels.host import host_ops
 
 GS01_MAGIC = MAGIC
+CHECK_ELEMENTS = 1 << 21
 
 _NOWHERE: Ints = np.empty(0, np.int64)
 
@@ -59,9 +60,9 @@ class Gs01Decoder:
 
         Whoever applies the blob by other means than `apply` calls it first, on bytes that cannot change meanwhile.
         """
-        walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
-        for first in range(0, self.blob.elements, step):
-            walk.changes(first, min(step, self.blob.elements - first))
+        walk = _Walk(self.payload, self.blob, self._where)
+        for first in range(0, self.blob.elements, CHECK_ELEMENTS):
+            walk.changes(first, min(CHECK_ELEMENTS, self.blob.elements - first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class _Walk:
         self._opened = 0
         self._readers: list[StreamReader] = []
         self._none = np.empty(0, f"<i{blob.element_bytes}")
-        self._seen: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._marks: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
 
     def changes(self, first: int, count: int) -> _Changes:
         """Those of elements [first, first + count). Ranges come ascending and gapless.
@@ -106,18 +107,17 @@ class _Walk:
         merged = np.concatenate(index)
         merged -= first
         if len(self._readers) > 1:
-            self._check_different([merged, *(positions for positions, _ in literals)], count)
+            self._check_different(np.concatenate([merged, *(each for each, _ in literals)]), count)
         self._readers = [reader for reader in self._readers if reader.base + reader.span > stop]
         return _Changes(merged, np.concatenate(steps), literals)
 
-    def _check_different(self, indices: list[Ints], count: int) -> None:
-        if len(self._seen) < count:
-            self._seen = np.empty(count, np.bool_)
-        seen = self._seen[:count]
-        seen[:] = False
-        for index in indices:
-            seen[index] = True
-        if np.count_nonzero(seen) != sum(len(index) for index in indices):
+    def _check_different(self, index: Ints, count: int) -> None:
+        """Every change leaves its number where it goes, and must find it there again."""
+        if len(self._marks) < count:
+            self._marks = np.empty(count, np.uint32)
+        numbers = np.arange(len(index), dtype=np.uint32)
+        self._marks[index] = numbers
+        if not np.array_equal(self._marks.take(index), numbers):
             raise PayloadError("GS01 streams change an element twice", where=self._where)
 
 

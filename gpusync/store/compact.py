@@ -24,6 +24,7 @@ from gpusync.codec.compact import Positions, changed_positions, elements
 from gpusync.errors import NOWHERE, LayoutError, Where
 
 WINDOW_BYTES = 16 * 2**20
+PIECE_BYTES = 2**20
 COPY_BYTES = 4 * 2**20
 ALIGN = 16
 
@@ -128,9 +129,12 @@ class CompactWriter:
         return Step(kind="xor", word_bytes=element_bytes, windows=tuple(windows))
 
     def _xor_window(self, decoder: XorDecoder, offset: int, nbytes: int, width: int) -> Window | None:
-        made = self._buffer(nbytes)
-        decoder.read(made, offset)
-        positions = changed_positions(None, made, element_bytes=width)
+        made, found = self._buffer(nbytes), []
+        for start in range(0, nbytes, PIECE_BYTES):  # looked at while it is still in a core's cache
+            piece = made[start : start + PIECE_BYTES]
+            decoder.read(piece, offset + start)
+            found.append(changed_positions(None, piece, element_bytes=width) + np.uint32(start // width))
+        positions = np.concatenate(found)
         if not len(positions):
             return None
         if len(positions) * (4 + width) < nbytes:

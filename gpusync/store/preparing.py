@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,10 +106,7 @@ class Preparing:
         watch.lap("digest")
         chain = self._chain(batch[0], table)
         self._keep(batch, {} if chain is None else {0: chain}, [batch[0]] if chain is None else [])
-        for part in spans_of(table, windows.window_bytes):
-            rows, made = windows.take(part.rows)
-            found = fingerprint(SegmentTable(rows), made, store.sizes(batch), memory=store.memory)
-            prepared.expected.append(ExpectedPart(names=batch, fingerprints=found, table=part, buffers=buffers))
+        prepared.expected += windows.all_of(table)
 
     def _apply(
         self, batch: tuple[str, ...], table: SegmentTable, buffers: Sequence[Any]
@@ -189,7 +187,8 @@ class Preparing:
 class Windows:
     """The would-be state of one tensor, made window by window in the scratch. A `Supply` of `gpusync.digest`.
 
-    Destinations are the params' storages, and after them the published bytes of what is cast, new already.
+    Destinations are the params' storages, and after them the published bytes of what is cast, new already. `parts` are
+    fingerprinted while they are here; a digest asks for everything once, unless other ranks have it too.
     """
 
     work: Preparing
@@ -197,6 +196,7 @@ class Windows:
     buffers: Sequence[Any]
     cast: Any
     old: ReadTensor | None
+    parts: list[ExpectedPart] = field(default_factory=list)
     window_bytes: int = field(init=False)
     device: Any = field(init=False)
 
@@ -211,7 +211,8 @@ class Windows:
         packed, nbytes = table.packed()
         scratch = self.work.make_room(nbytes)
         copy_segments(bind_moves(packed.moves_from(table), dst=[scratch], src=[*self.buffers, self.cast]))
-        direct = SegmentTable(packed.rows[rows["dst"] < len(self.buffers)])
+        is_direct = rows["dst"] < len(self.buffers)
+        direct = SegmentTable(packed.rows[is_direct])
         if len(direct):
             if self.old is not None:
                 write_back(self.old(self.name), direct, [scratch], memory=memory)
@@ -219,7 +220,23 @@ class Windows:
                 chains = load([request_of(prepared, self.name, step, 0, direct.rows)], prepared.files, memory)
                 for operation in bind_operations(chains, direct, [scratch], memory, revertible=False):
                     operation.apply()
+            self._fingerprint(direct, scratch, SegmentTable(rows[is_direct]))
         return packed.rows, [scratch]
+
+    def all_of(self, table: SegmentTable) -> list[ExpectedPart]:
+        """Parts that are `table`, each byte once; made again if what was asked for was not."""
+        spans = [span_of(part.table.rows) for part in self.parts]
+        apart = all(after[0] >= before[1] for before, after in pairwise(spans))
+        if not apart or sum(part.table.nbytes for part in self.parts) != table.nbytes:
+            self.parts.clear()
+            for part in spans_of(table, self.window_bytes):
+                self.take(part.rows)
+        return self.parts
+
+    def _fingerprint(self, made: SegmentTable, scratch: Any, live: SegmentTable) -> None:
+        store, names = self.work.store, (self.name,)
+        found = fingerprint(made, [scratch], store.sizes(names), memory=store.memory)
+        self.parts.append(ExpectedPart(names=names, fingerprints=found, table=live, buffers=self.buffers))
 
 
 def request_of(prepared: PreparedUpdate, name: str, step: Step, number: int, rows: Rows) -> Request:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, unreachable"
-"""The inner loops of GS01 in numba: `host_numpy`, which documents them, bit for bit and faster.
+"""The inner loops over changed elements in numba: `host_numpy`, which documents them, bit for bit and faster.
 
 They release the interpreter lock. Positions come first, into an array, and words are changed in a second, plain loop:
 that one keeps many cache misses in flight.
@@ -14,7 +14,7 @@ from numba import int64, njit, uint32, uint64
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from gpusync_kernels.buffers import Bytes, Ints
-from gpusync_kernels.host_numpy import BLOCK_BITS, Values
+from gpusync_kernels.host_numpy import BLOCK_BITS, UNSIGNED, Values
 from gpusync_kernels.word_order import SIGNED, Words
 
 CACHING = "compiled code is kept on disk"
@@ -58,6 +58,21 @@ def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert:
     bits = 8 * words.itemsize
     flipped = (1 << (bits - 1)) - 1 if order == 1 else 0
     _add_streams(words.view(SIGNED[words.itemsize]), data.view("<u4"), streams, bits, flipped, int(revert))
+
+
+def change_words(words: Words, positions: Any, values: Words, *, first: int, is_xor: bool) -> None:
+    (_xor_words if is_xor else _write_words)(words, positions, values, first)
+
+
+def changed_positions(old: Bytes | None, new: Bytes, *, element_bytes: int) -> Any:
+    whole, kind = new.size - new.size % 8, UNSIGNED[element_bytes]
+    found = np.empty(len(new) // element_bytes, "<u4")
+    if old is None:
+        count = _nonzero_positions(new[:whole].view("<u8"), new.view(kind), found)
+    else:
+        sides = (old[:whole].view("<u8"), new[:whole].view("<u8"))
+        count = _changed_positions(*sides, old.view(kind), new.view(kind), found)
+    return found[:count].copy()
 
 
 def find_steps(old: Bytes, new: Bytes, *, element_bytes: int, order: int, most: int) -> tuple[Any, Words] | None:
@@ -195,6 +210,54 @@ def _add_streams(words, data, streams, bits, flipped, revert):
                 olds[change] = words[index[change]]
             for change in range(found):
                 words[index[change]] = _stepped(int64(olds[change]), steps[change], bits, flipped)
+
+
+@_compiled
+def _write_words(words, positions, values, first):
+    for change in range(len(positions)):
+        index = int64(positions[change]) - first
+        if 0 <= index < len(words):
+            words[index] = values[change]
+
+
+@_compiled
+def _xor_words(words, positions, values, first):
+    for change in range(len(positions)):
+        index = int64(positions[change]) - first
+        if 0 <= index < len(words):
+            words[index] ^= values[change]
+
+
+@_compiled
+def _nonzero_positions(words, elements, positions):
+    """`words` are the same bytes as `elements`, as far as they make whole words of eight."""
+    found, per_word = 0, 8 // elements.itemsize
+    for number in range(len(words)):
+        if words[number] != 0:
+            for place in range(number * per_word, (number + 1) * per_word):
+                positions[found] = place
+                found += elements[place] != 0
+    for place in range(len(words) * per_word, len(elements)):
+        if elements[place] != 0:
+            positions[found] = place
+            found += 1
+    return found
+
+
+@_compiled
+def _changed_positions(old, new, before, after, positions):
+    """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
+    found, per_word = 0, 8 // before.itemsize
+    for number in range(len(old)):
+        if old[number] != new[number]:
+            for place in range(number * per_word, (number + 1) * per_word):
+                positions[found] = place
+                found += before[place] != after[place]
+    for place in range(len(old) * per_word, len(before)):
+        if before[place] != after[place]:
+            positions[found] = place
+            found += 1
+    return found
 
 
 @_compiled

@@ -1,4 +1,4 @@
-"""The inner loops of GS01 in plain numpy: documentation and oracle of `host_numba`, and what runs without it.
+"""The inner loops over changed elements, in plain numpy: documentation and oracle of `host_numba`, and the way without it.
 
 All arrays are contiguous, positions int64, field values uint32, words unsigned or signed of the element's width.
 """
@@ -112,6 +112,40 @@ def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert:
             steps = step_of(packed[:found], magnitude, words.itemsize)
             add_steps(words, positions[:found], steps, order=order, revert=revert)
             rank, position = rank + len(ones), end
+
+
+def change_words(words: Words, positions: npt.NDArray[Any], values: Words, *, first: int, is_xor: bool) -> None:
+    """Writes `values` to `words[positions - first]`, or xors them into it; positions beyond `words` are left out.
+
+    Positions are u32 or u64, all different. `words` may lie at any address.
+    """
+    index = positions.astype(np.int64)
+    index -= first
+    inside = (index >= 0) & (index < len(words))
+    if not inside.all():
+        index, values = index[inside], values[inside]
+    if is_xor:
+        words[index] ^= values
+    else:
+        words[index] = values
+
+
+def changed_positions(old: Bytes | None, new: Bytes, *, element_bytes: int) -> npt.NDArray[np.uint32]:
+    """Ascending positions of elements that differ in equally long windows; without `old`, of those that are not zero.
+
+    64 bytes are looked at together and only those that differ again: few do, mostly.
+    """
+    kind, per_line = UNSIGNED[element_bytes], LINE_BYTES // element_bytes
+    whole = new.size - new.size % LINE_BYTES
+    differences = new[:whole].view("<u8")
+    if old is not None:
+        differences = old[:whole].view("<u8") ^ differences
+    lines = np.flatnonzero((differences != 0).view("<u8"))  # eight flags, a line's words, as one
+    found = np.flatnonzero(differences.view(kind).reshape(-1, per_line)[lines].reshape(-1) != 0)
+    head = lines[found // per_line] * per_line + found % per_line
+    rest = new[whole:].view(kind) if old is None else old[whole:].view(kind) ^ new[whole:].view(kind)
+    tail = np.flatnonzero(rest) + whole // element_bytes
+    return np.concatenate([head, tail]).astype("<u4")
 
 
 def find_steps(

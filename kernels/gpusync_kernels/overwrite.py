@@ -6,7 +6,7 @@ This is slime's overwrite encoding (words of one byte at u32 positions) and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpusync_kernels.buffers import Buffer, Ints, address_of, addresses_of, byte_view, device_of, nbytes_of, sizes_of
+from gpusync_kernels.host import host_ops
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, join_sources, locate
 from gpusync_kernels.segments import SegmentTable, merge_rows
@@ -58,14 +59,16 @@ class BoundChanges:
     def keeps_old(self) -> bool:
         return all(change.old is not None for change in self.changes)
 
-    def placed(self) -> Iterator[tuple[Change, Any, Any, Ints]]:
-        """Per change and segment that meet: the destination's words, which positions are held, and where."""
-        buffers = [byte_view(buffer) for buffer in self.dst]
+    @cached_property
+    def pairs(self) -> list[tuple[Change, Any, Any, Any]]:
+        """Per change and segment that meet: the change, its positions, the segment, and the destination's words."""
+        buffers, unsigned = [byte_view(buffer) for buffer in self.dst], UNSIGNED[self.position_bytes]
+        found = []
         for i, j in zip(self.change_of.tolist(), self.segment_of.tolist(), strict=True):
             change, segment = self.changes[i], self.rows[j]
-            positions = byte_view(change.positions).view(UNSIGNED[self.position_bytes]).astype(np.int64)
-            held, index = locate(positions + change.first_element, segment, self.element_bytes)
-            yield change, elements_of(buffers, segment, self.element_bytes), held, index
+            target = elements_of(buffers, segment, self.element_bytes)
+            found.append((change, byte_view(change.positions).view(unsigned), segment, target))
+        return found
 
     @cached_property
     def uploaded(self) -> tuple[Any, Any, Any]:
@@ -79,9 +82,8 @@ class BoundChanges:
         return table, upload(restoring, self.device), pieces
 
     def upload(self) -> None:
-        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
-        if self.device is not None:
-            _ = self.uploaded
+        """Makes the tables now, on the device where there is one: operations have nothing left to do but launch."""
+        _ = self.pairs if self.device is None else self.uploaded
 
     def _launch(self) -> Launch:
         """columns: positions, words, old words, count, what to add to a position, destination, its stride, source
@@ -157,15 +159,20 @@ def _run(bound: BoundChanges, mode: str) -> None:
 
 def changes_reference(bound: BoundChanges, mode: str) -> None:
     word = UNSIGNED[bound.element_bytes]
-    for change, target, held, index in bound.placed():
-        if mode == "write":
-            target[index] = byte_view(change.words).view(word)[held]
+    for change, positions, segment, target in bound.pairs:
+        words = byte_view(change.words if mode in ("write", "xor") else change.old).view(word)
+        if segment["rows"] == 1 and mode in ("write", "xor"):
+            first = int(segment["src_offset"]) - change.first_element
+            row = target[: segment["row_bytes"]]
+            host_ops().change_words(row, positions, words, first=first, is_xor=mode == "xor")
+            continue
+        held, index = locate(positions.astype(np.int64) + change.first_element, segment, bound.element_bytes)
+        if mode == "keep":
+            words[held] = target[index]
         elif mode == "xor":
-            target[index] ^= byte_view(change.words).view(word)[held]
-        elif mode == "keep":
-            byte_view(change.old).view(word)[held] = target[index]
+            target[index] ^= words[held]
         else:
-            target[index] = byte_view(change.old).view(word)[held]
+            target[index] = words[held]
 
 
 def _check_changes(changes: Sequence[Change], element_bytes: int) -> tuple[int, Ints]:

@@ -83,7 +83,8 @@ class BoundSparse:
         whole: npt.NDArray[np.bool_] = held & (segments["rows"] == 1) & (streams["kind"] != LITERAL)
         return whole
 
-    def whole(self) -> Iterator[tuple[Any, Any, int, Ints]]:
+    @cached_property
+    def whole(self) -> list[tuple[Any, Any, int, Ints]]:
         """Of whole pairs, by payload and segment: the destination's words, the blob, its order, and its streams as
         `add_streams` takes them.
         """
@@ -95,10 +96,12 @@ class BoundSparse:
         pair = streams["payload"] * max(1, len(self.segments)) + j
         order = np.argsort(pair, kind="stable")
         cuts = np.flatnonzero(np.diff(pair[order])) + 1
+        found = []
         for these in np.split(order, cuts) if len(order) else []:
             payload, segment = self.payloads[streams["payload"][these[0]]], self.segments[j[these[0]]]
             words = elements_of(buffers, segment, payload.blob.element_bytes)
-            yield words, byte_view(payload.data), payload.blob.order, rows[these]
+            found.append((words, byte_view(payload.data), payload.blob.order, rows[these]))
+        return found
 
     def placed(self) -> Iterator[tuple[Any, Any, Any, Ints, Any]]:
         """Per other pair: the stream, the destination's words, values, where they go, and ranks."""
@@ -117,9 +120,8 @@ class BoundSparse:
             yield stream, elements_of(buffers, segment, element_bytes), values[held], index, ranks
 
     def upload(self) -> None:
-        """Puts the tables on the device now, so that operations have nothing left to do but launch."""
-        if self.device is not None:
-            _ = self.uploaded
+        """Makes the tables now, on the device where there is one: operations have nothing left to do but launch."""
+        _ = self.whole if self.device is None else self.uploaded
 
     @cached_property
     def uploaded(self) -> tuple[Any, Any]:
@@ -162,7 +164,7 @@ def sparse_revert(bound: BoundSparse) -> None:
 
 def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
     add_steps, add_streams = host_ops().add_steps, host_ops().add_streams
-    for words, data, order, streams in bound.whole():
+    for words, data, order, streams in bound.whole:
         add_streams(words, data, streams, order=order, revert=revert)
     for stream, target, values, index, ranks in bound.placed():
         if stream["kind"] == LITERAL:

@@ -121,7 +121,7 @@ def test_both_loops_write_the_same_bytes():
         assert made[0] == made[1]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), es=st.sampled_from(WIDTHS), order=st.integers(0, 1))
 def test_any_two_states(data, es, order):
     count = data.draw(st.integers(0, 40))

@@ -34,7 +34,7 @@ def test_around_the_number_that_are_advanced_one_by_one(chains, content):
     check(blocks, [0] * chains, blocks, sums, lanes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     parts=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), min_size=1, max_size=14),
     seed=st.integers(0, 9),

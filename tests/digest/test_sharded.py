@@ -60,7 +60,7 @@ def test_a_large_tensor_over_blocks_batches_and_odd_columns(algorithm):
     assert combine(algorithm, data.size, made, budget_bytes=400_000) == digest_of(algorithm, data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_ownership(data):
     size = data.draw(st.sampled_from([*SIZES, 2049, 3000, 5000]), "size")

@@ -58,7 +58,7 @@ def test_what_is_held_before_a_position():
     assert [held_before(rows, position) for position in (0, 10, 12, 14, 20, 22, 34, 99)] == [0, 0, 2, 4, 4, 6, 12, 12]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_windows_are_ascending_whole_and_no_larger_than_allowed(data):
     parts = []

@@ -71,7 +71,7 @@ def test_whole_tensors_equal_the_library():
     assert hex_digests(fingerprints(bound)) == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_ownership_gives_the_digest(data):
     """Columns and rows of two tensors dealt to three owners at random widths, odd ones too."""
@@ -102,7 +102,7 @@ def test_any_ownership_gives_the_digest(data):
     assert adler32_checksums(sizes, total).tolist() == [zlib.adler32(tensor) for tensor in tensors]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(241, 9000), st.data())
 def test_a_fingerprint_sees_every_byte_it_holds_and_no_other(size, data):
     """One byte flipped anywhere in the slice changes it; the layout of the bytes in memory does not."""

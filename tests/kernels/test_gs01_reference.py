@@ -10,13 +10,12 @@ import pytest
 from gs01_blobs import changed_words, encode_blob
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, poisoned
+from kernel_cases import assert_same_bytes, loops_of, poisoned
 
 from gpusync_kernels import (
     Payload,
     SegmentTable,
     bind_sparse,
-    choose_host_ops,
     decode_stream,
     head_bytes,
     parse_blob,
@@ -27,12 +26,6 @@ from gpusync_kernels import (
 )
 from gpusync_kernels.host_numpy import pack_fields, step_of, unpack_fields
 from gpusync_kernels.word_order import from_order, to_order
-
-
-def _loops(name):
-    if name == "numba":
-        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
-    return choose_host_ops(name)[0]
 
 
 @st.composite
@@ -53,7 +46,7 @@ def payload(blob: np.ndarray, **more) -> Payload:
     return Payload(source=0, data=blob, blob=parse_blob(blob, blob.size), **more)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(changes())
 def test_applied_and_reverted(change):
     old, new, blob = change
@@ -68,7 +61,7 @@ def test_applied_and_reverted(change):
     assert_same_bytes(live, old, "reverted")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(changes(), st.data())
 def test_a_slice_takes_its_part(change, data):
     """Columns of the tensor seen as [rows, columns], at an odd address; nothing else in the buffer changes."""
@@ -98,7 +91,7 @@ def test_a_slice_takes_its_part(change, data):
     assert_same_bytes(live, held(new))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(changes(), st.data())
 def test_blocks_decode_alone(change, data):
     _, _, blob = change
@@ -113,7 +106,7 @@ def test_blocks_decode_alone(change, data):
 
 
 @pytest.mark.parametrize("loops", ["numpy", "numba"])
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(change=changes(), data=st.data())
 def test_a_damaged_blob_changes_nothing_outside(loops, change, data):
     """Any bits flipped: refused, or found by the check, or applied inside the slice alone; numpy would raise beyond
@@ -135,7 +128,7 @@ def test_a_damaged_blob_changes_nothing_outside(loops, change, data):
     table = SegmentTable.flat(dst_offset=32, nbytes=old.nbytes)
     sound = sparse_check([one])[0]
     bound = bind_sparse(table, dst=[room], payloads=[one], undo=poisoned(one.blob.literal_bytes.sum()))
-    with using_host_ops(_loops(loops)):
+    with using_host_ops(loops_of(loops)):
         sparse_apply(bound)
     assert (room[:32] == 0xA5).all()
     assert (room[-32:] == 0xA5).all()
@@ -237,7 +230,7 @@ def test_finding_stops_at_most(loops):
         new = old.copy()
         new[changed] = 3
         sides = old.view(np.uint8), new.view(np.uint8)
-        find = _loops(loops).find_steps
+        find = loops_of(loops).find_steps
         assert find(*sides, element_bytes=2, order=1, most=99) is None
         positions, steps = find(*sides, element_bytes=2, order=1, most=100)
         assert positions.tolist() == np.flatnonzero(new).tolist()

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, brute_pairs, extent, flat_cases, poisoned, random_bytes, strided_cases
+from kernel_cases import (
+    assert_same_bytes,
+    brute_pairs,
+    extent,
+    flat_cases,
+    loops_of,
+    poisoned,
+    random_bytes,
+    strided_cases,
+)
 
 from gpusync_kernels import (
     Change,
@@ -26,6 +35,7 @@ from gpusync_kernels import (
     restore_cast,
     restore_old_words,
     revert_step_planes,
+    using_host_ops,
     write_full_planes,
     xor_segments,
     xor_words,
@@ -121,6 +131,32 @@ def test_words_at_positions(data):
     assert_same_bytes(found, live, "restored")
     xor_words(bound)
     assert_same_bytes(found, xored, "xored")
+
+
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
+@given(data=st.data())
+def test_words_at_positions_of_one_run(loops, data):
+    """Elements first..first + width of a tensor, at any address; positions count from an element of their own."""
+    e = data.draw(st.sampled_from([1, 2, 4, 8]))
+    first, width = data.draw(st.tuples(st.integers(0, 30), st.integers(1, 40)))
+    start, offset = data.draw(st.tuples(st.integers(0, 20), st.integers(0, 9)))
+    positions = data.draw(st.lists(st.integers(0, 60), unique=True))
+    wide = data.draw(st.sampled_from([np.uint32, np.uint64]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    live, words = random_bytes(rng, offset + (width + 3) * e), random_bytes(rng, len(positions) * e)
+    written, xored = live.copy(), live.copy()
+    for i, position in enumerate(positions):
+        at = slice(offset + (start + position - first) * e, offset + (start + position - first + 1) * e)
+        if first <= start + position < first + width:
+            written[at] = words[i * e :][:e]
+            xored[at] ^= words[i * e :][:e]
+    table = SegmentTable.flat(dst_offset=offset, src_offset=first * e, nbytes=width * e)
+    change = Change(source=0, positions=np.array(positions, wide), words=words, first_element=start)
+    for operation, expected in ((overwrite_words, written), (xor_words, xored)):
+        found = live.copy()
+        with using_host_ops(loops_of(loops)):
+            operation(bind_changes(table, dst=[found], changes=[change], element_bytes=e))
+        assert_same_bytes(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def owned_bytes(rank: Rank) -> Iterator[tuple[str, int]]:
                 yield from ((name, (piece.param, element * width + byte)) for byte in range(width))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_byte_that_differs_is_noticed_and_named(data):
     state = make_state(CONFIG, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -261,7 +261,6 @@ def strided(like: torch.Tensor):
     return lambda base: base.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_view_of_any_copy_of_any_view_goes_where_a_load_puts_it(data):
     base = data.draw(bases())

@@ -33,7 +33,7 @@ def test_it_applies_to_the_old_state(nbytes, share, stored):
         assert np.array_equal(change.apply_to(old.copy()), kept_new)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.dictionaries(st.integers(0, 199), st.integers(1, 255), max_size=30))
 def test_any_bytes_may_change(data, changes):
     old = np.frombuffer(data, np.uint8).copy()

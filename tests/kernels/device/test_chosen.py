@@ -30,7 +30,7 @@ from gpusync_kernels import (
 
 pytestmark = pytest.mark.gpu
 
-FEW = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def spread(table: SegmentTable) -> SegmentTable:

@@ -20,7 +20,6 @@ from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Bl
 from gpusync_kernels.host import host_ops
 
 GS01_MAGIC = MAGIC
-CHECK_ELEMENTS = 1 << 21
 
 _NOWHERE: Ints = np.empty(0, np.int64)
 
@@ -60,9 +59,13 @@ class Gs01Decoder:
 
         Whoever applies the blob by other means than `apply` calls it first, on bytes that cannot change meanwhile.
         """
-        walk = _Walk(self.payload, self.blob, self._where)
-        for first in range(0, self.blob.elements, CHECK_ELEMENTS):
-            walk.changes(first, min(CHECK_ELEMENTS, self.blob.elements - first))
+        marks = np.zeros(0, np.uint8)  # a bit for each element of one part
+        part = -1
+        for number in _by_part(self.blob).tolist():
+            reader = StreamReader(self.payload, self.blob, number, where=self._where)
+            if reader.part != part:
+                part, marks = reader.part, np.zeros(-(-reader.span // 8), np.uint8)
+            reader.check(marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class _Walk:
 
     def __init__(self, payload: Payload, blob: Blob, where: Where) -> None:
         self._payload, self._blob, self._where = payload, blob, where
-        self._by_part = np.argsort(blob.streams["part"], kind="stable")
+        self._by_part = _by_part(blob)
         self._bases = blob.base[self._by_part]
         self._opened = 0
         self._readers: list[StreamReader] = []
@@ -119,6 +122,11 @@ class _Walk:
         self._marks[index] = numbers
         if not np.array_equal(self._marks.take(index), numbers):
             raise PayloadError("GS01 streams change an element twice", where=self._where)
+
+
+def _by_part(blob: Blob) -> Ints:
+    """The numbers of its streams, part by part."""
+    return np.argsort(blob.streams["part"], kind="stable")
 
 
 def _read_blob(payload: Payload, *, nbytes: int, element_bytes: int, where: Where) -> Blob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,22 @@ from gpusync_kernels.host_numpy import BLOCK_BITS, step_of
 
 # Chunks of one part's streams together stay in a core's caches.
 _CHUNK_BLOCKS = 64
+_CHECK_BLOCKS = 1024
 
 Ints = npt.NDArray[np.int64]
 
 _NO_POSITIONS: Ints = np.empty(0, np.int64)
 _NO_VALUES: npt.NDArray[Any] = np.empty(0, np.uint32)
 _NEVER = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """Blocks up to `stop`: unary words, how many bits of them, and the words with their fields."""
+
+    bits: tuple[U8, int, U8]
+    ones: int
+    stop: int
 
 
 class StreamReader:
@@ -33,7 +44,8 @@ class StreamReader:
         head = blob.streams[number]
         self.is_literal = bool(head["kind"] == LITERAL)
         self._magnitude = 1 << int(head["g"])
-        self.base = int(head["part"]) << blob.part_log2
+        self.part = int(head["part"])
+        self.base = self.part << blob.part_log2
         self.span = min(blob.elements - self.base, 1 << blob.part_log2)
         self._count, self._bits, self._k, self._v = (int(head[name]) for name in ("count", "nbits", "k", "v"))
         self._literals_at, self._index_at, self._unary_at, self._fields_at, self._end = blob.offsets[number].tolist()
@@ -60,17 +72,34 @@ class StreamReader:
                 self._next = int(positions[self._taken])
         return taken
 
+    def check(self, marks: U8) -> None:
+        """All of the stream, instead of `take`. `marks` has a bit for each element of the part, set where another
+        stream changes it."""
+        while self._block < self._blocks:
+            chunk = self._read_chunk(_CHECK_BLOCKS)
+            last, pairs, is_twice = host_ops().mark_bits(*chunk.bits, span=self.span, marks=marks, **self._coded(chunk))
+            self._finish_chunk(chunk, last, pairs)
+            if is_twice:
+                raise PayloadError("GS01 streams change an element twice", where=self._where)
+
     def _decode(self) -> None:
         """The next chunk that has a change; none are left behind the last."""
         self._positions, self._values, self._taken = _NO_POSITIONS, _NO_VALUES, 0
         self._next = self._last = _NEVER
         while not len(self._positions) and self._block < self._blocks:
-            self._decode_chunk()
+            chunk, rank = self._read_chunk(_CHUNK_BLOCKS), self._rank
+            positions, values, pairs = host_ops().decode_bits(*chunk.bits, **self._coded(chunk))
+            self._finish_chunk(chunk, int(positions[-1]) if len(positions) else -1, pairs)
+            self._values = self._read_literals(rank, chunk.ones) if self.is_literal else self._steps(values)
+            self._positions = positions + self.base
         if len(self._positions):
             self._next, self._last = int(self._positions[0]), int(self._positions[-1])
 
-    def _decode_chunk(self) -> None:
-        first, stop = self._block, min(self._block + _CHUNK_BLOCKS, self._blocks)
+    def _coded(self, chunk: _Chunk) -> dict[str, int]:
+        return {"first": self._rank % 32, "most": chunk.ones, "k": self._k, "v": self._v, "position": self._position}
+
+    def _read_chunk(self, blocks: int) -> _Chunk:
+        first, stop = self._block, min(self._block + blocks, self._blocks)
         bits = min(self._bits, stop * BLOCK_BITS) - first * BLOCK_BITS
         unary = self._read(self._unary_at + first * BLOCK_BITS // 8, -(-bits // 32) * 4)
         ones = int(np.bitwise_count(unary.view("<u4")).sum())
@@ -79,19 +108,16 @@ class StreamReader:
             raise self._wrong("number of ones", self._count, f"{self._rank + ones} so far")
         if is_last and int(unary.view("<u4")[-1]) >> (self._bits - 1) % 32 != 1:
             raise self._wrong("last unary bit", "a one, and zeros behind it")
-        width = self._k + self._v
-        fields = self._read_fields(width, ones)
-        positions, values, pairs = host_ops().decode_bits(
-            unary, bits, fields, first=self._rank % 32, most=ones, k=self._k, v=self._v, position=self._position
-        )
-        self._check_index(first, stop, pairs)
-        if ones and int(positions[-1]) >= self.span:
-            raise self._wrong("position", f"below {self.span}", int(positions[-1]))
-        if is_last:
-            self._check_end(width)
-        self._values = self._read_literals(ones) if self.is_literal else self._steps(values)
-        self._positions = positions + self.base
-        self._block, self._position, self._rank = stop, int(pairs[-1, 0]), self._rank + ones
+        return _Chunk(bits=(unary, bits, self._read_fields(self._k + self._v, ones)), ones=ones, stop=stop)
+
+    def _finish_chunk(self, chunk: _Chunk, last: int, pairs: Ints) -> None:
+        """`last`: the position of its last change in the part, -1 without one."""
+        self._check_index(self._block, chunk.stop, pairs)
+        if last >= self.span:
+            raise self._wrong("position", f"below {self.span}", last)
+        if chunk.stop == self._blocks:
+            self._check_end(self._k + self._v)
+        self._block, self._position, self._rank = chunk.stop, int(pairs[-1, 0]), self._rank + chunk.ones
 
     def _check_index(self, first: int, stop: int, pairs: Ints) -> None:
         """Its pairs must be what the bits before them add up to, or decoding by blocks would differ."""
@@ -106,9 +132,9 @@ class StreamReader:
         start = self._rank // 32 * width
         return self._read(self._fields_at + 4 * start, 4 * (-(-(self._rank + ones) * width // 32) - start))
 
-    def _read_literals(self, ones: int) -> npt.NDArray[Any]:
+    def _read_literals(self, rank: int, ones: int) -> npt.NDArray[Any]:
         size = self._element_bytes
-        words = self._read(self._literals_at + self._rank * size, ones * size)
+        words = self._read(self._literals_at + rank * size, ones * size)
         return words.view(f"<u{size}")
 
     def _steps(self, values: npt.NDArray[np.uint32]) -> npt.NDArray[Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gpusync.mirror.workers import for_each
 from gpusync.store.memory import Memory
 from gpusync.store.operations import held_by
 from gpusync_kernels import SegmentTable, SumsLayout, bind_moves, bind_sums, copy_segments, fingerprints
@@ -27,20 +26,14 @@ CHUNK_BYTES = 1 << 18
 
 
 def fingerprint(
-    table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], *, memory: Memory, workers: int = 1
+    table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], *, memory: Memory
 ) -> dict[int, Fingerprint]:
     """By tensor (source of `table`, of `nbytes[source]` bytes as published) the digest of the bytes that its segments
-    hold in `buffers`; only of tensors that have segments. `workers`: threads, in host memory."""
+    hold in `buffers`; only of tensors that have segments."""
     if device_of(buffers) is not None:
         return _on_device(table, buffers, nbytes, memory)
-    views, held = [byte_view(buffer) for buffer in buffers], held_by(table)
-    found: dict[int, Fingerprint] = {}
-
-    def digest(_: int, tensor: int) -> None:
-        found[tensor] = _on_host(held[tensor], views)
-
-    for_each(held, digest, workers=workers, size=lambda tensor: int(nbytes[tensor]))
-    return found
+    views = [byte_view(buffer) for buffer in buffers]
+    return {tensor: _on_host(rows, views) for tensor, rows in held_by(table).items()}
 
 
 def first_difference(expected: Mapping[int, Fingerprint], found: Mapping[int, Fingerprint]) -> int | None:

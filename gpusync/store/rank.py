@@ -29,7 +29,7 @@ from gpusync.store.operations import Operation, bind_operations, held_by
 from gpusync.store.preparing import Preparing, request_of, spans_of
 from gpusync.store.restore import OldBytes, write_back
 from gpusync.store.tensor_update import TensorUpdate
-from gpusync.store.update import PreparedUpdate
+from gpusync.store.update import ExpectedPart, PreparedUpdate
 from gpusync_kernels import SegmentTable, bind_moves, copy_segments
 
 STAGING_BYTES = 1 << 30
@@ -133,7 +133,7 @@ class RankStore:
         check_addresses(self.layout, self._params)
         self.memory.synchronise()
         self._write_back(prepared.repaired, prepared)
-        workers = self.memory.pause_workers
+        workers = self._workers(prepared.touched_bytes)
         for_each(prepared.lanes, lambda _, lane: _run(lane, prepared), workers=workers, size=len)
         self._stream(prepared)
         self._casts.commit(prepared.casts)
@@ -141,18 +141,17 @@ class RankStore:
 
     def verify(self, prepared: PreparedUpdate) -> str | None:
         """After a commit: the first tensor whose live bytes are not what prepare had verified; None when all are."""
-        for part in prepared.expected:
-            now = fingerprint(
-                part.table,
-                part.buffers,
-                self.sizes(part.names),
-                memory=self.memory,
-                workers=self.memory.pause_workers,
-            )
-            wrong = first_difference(part.fingerprints, now)
-            if wrong is not None:
-                return part.names[wrong]
-        return self._casts.first_wrong(prepared.casts)
+        wrong: list[str] = []
+
+        def check(_: int, part: ExpectedPart) -> None:
+            now = fingerprint(part.table, part.buffers, self.sizes(part.names), memory=self.memory)
+            different = first_difference(part.fingerprints, now)
+            if different is not None:
+                wrong.append(part.names[different])
+
+        workers = self._workers(prepared.touched_bytes)
+        for_each(prepared.expected, check, workers=workers, size=lambda part: part.table.nbytes)
+        return min(wrong, key=prepared.names.index, default=None) or self._casts.first_wrong(prepared.casts)
 
     def roll_back(self, prepared: PreparedUpdate) -> None:
         """Undo `commit`, or what it did before it failed: the params hold the old bytes again.
@@ -221,10 +220,9 @@ class RankStore:
     def _bind(self, prepared: PreparedUpdate) -> None:
         """All that can be done before the pause: operations on the live params, and copies of what they replace."""
         table, buffers = self.live(prepared.names)
-        count = self.memory.pause_workers if table.nbytes >= LANES_FROM_BYTES else 1
         prepared.lanes = [
             list(bind_operations(chains, table, buffers, self.memory, revertible=True))
-            for chains in _deal(prepared.chains, count)
+            for chains in _deal(prepared.chains, self._workers(table.nbytes))
         ]
         for operation in prepared.operations:
             operation.bound.upload()
@@ -235,6 +233,10 @@ class RankStore:
             rows = [held[number] for number, name in enumerate(prepared.names) if name in lost and number in held]
             if rows:
                 prepared.kept = [self._copy_of(SegmentTable(np.concatenate(rows)), buffers)]
+
+    def _workers(self, nbytes: int) -> int:
+        """How many threads are worth starting in the pause."""
+        return self.memory.pause_workers if nbytes >= LANES_FROM_BYTES else 1
 
     def _copy_of(self, table: SegmentTable, buffers: Sequence[Any]) -> Any:
         """Copy what `table` names out of the params; the returned moves put it back."""

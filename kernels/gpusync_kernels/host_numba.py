@@ -10,14 +10,34 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import int64, njit, uint32, uint64
+from llvmlite import ir
+from numba import int64, njit, types, uint8, uint32, uint64
+from numba.core import cgutils
 from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import intrinsic
 
 from gpusync_kernels.buffers import Bytes, Ints
 from gpusync_kernels.host_numpy import BLOCK_BITS, UNSIGNED, Values
 from gpusync_kernels.word_order import SIGNED, Words
 
 CACHING = "compiled code is kept on disk"
+
+
+@intrinsic
+def _prefetch(typing_context, array, index):
+    """Asks for the cache line of `array[index]`, to be written; waits for nothing."""
+
+    def generate(context, builder, signature, arguments):
+        kind = signature.args[0]
+        made = context.make_array(kind)(context, builder, arguments[0])
+        place = cgutils.get_item_pointer(context, builder, kind, made, [arguments[1]])
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        form = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        prefetch = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+        builder.call(prefetch, [builder.bitcast(place, byte), flag(1), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 def _compiled(function: Any) -> Any:
@@ -46,6 +66,25 @@ def decode_bits(
     pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
     found = _decode(unary.view("<u4"), bits, fields.view("<u4"), first, k, v, position, positions, values, pairs)
     return positions[:found], values[:found], pairs if want_pairs else pairs[:0]
+
+
+def mark_bits(
+    unary: Bytes,
+    bits: int,
+    fields: Bytes,
+    *,
+    first: int,
+    most: int,
+    k: int,
+    v: int,
+    position: int,
+    span: int,
+    marks: Bytes,
+) -> tuple[int, Ints, bool]:
+    pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
+    words = unary.view("<u4"), fields.view("<u4")
+    last, is_twice = _mark(words[0], bits, words[1], first, max(min(most, bits), 0), k, v, position, span, marks, pairs)
+    return last, pairs, is_twice
 
 
 def add_steps(words: Words, index: Ints, steps: Words, *, order: int, revert: bool) -> None:
@@ -159,6 +198,44 @@ def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs
 
 
 @_compiled
+def _mark(unary, bits, fields, first, most, k, v, position, span, marks, pairs):
+    """`_decode`, with bits set instead of positions written."""
+    found, reached, is_twice = 0, int64(-1), False
+    width, low = uint64(k + v), uint64((1 << k) - 1)
+    at, last = uint64(first) * width, len(fields) - 1
+    for number in range((bits + 31) // 32):
+        if number & 31 == 0:
+            pairs[number >> 5, 0], pairs[number >> 5, 1] = position, found
+        word = uint64(unary[number])
+        left = min(bits - 32 * number, 32)
+        if left < 32:
+            word &= (uint64(1) << uint64(left)) - uint64(1)
+        passed = 0
+        while word != 0 and found < most:
+            bit = int64(trailing_zeros(word))
+            word &= word - uint64(1)
+            position += int64(bit - passed) << k
+            passed = bit + 1
+            if k != 0:
+                here = int64(at >> uint64(5))
+                field = uint64(fields[here])
+                if here < last:
+                    field |= uint64(fields[here + 1]) << uint64(32)
+                position += int64((field >> (at & uint64(31))) & low)
+            at += width
+            reached = position
+            if position < span:
+                flag = uint8(1 << (position & 7))
+                is_twice |= marks[position >> 3] & flag != 0
+                marks[position >> 3] |= flag
+            position += 1
+            found += 1
+        position += int64(left - passed) << k
+    pairs[len(pairs) - 1, 0], pairs[len(pairs) - 1, 1] = position, found
+    return reached, is_twice
+
+
+@_compiled
 def _add(words, index, steps, bits, flipped, sign):
     olds = np.empty(1024, words.dtype)
     for first in range(0, len(index), 1024):
@@ -199,6 +276,8 @@ def _add_streams(words, data, streams, bits, flipped, revert):
                     value = int64((field >> k) & high)
                     size = magnitude + (value >> 1)
                     index[found] = position - 1
+                    if position <= end:
+                        _prefetch(words, position - 1)
                     steps[found] = -size if (value & 1) != revert else size
                     found += 1
                     rank += 1

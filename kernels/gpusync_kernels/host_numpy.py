@@ -1,4 +1,4 @@
-"""The inner loops over changed elements, in plain numpy: documentation and oracle of `host_numba`, and the way without it.
+"""The inner loops over changed elements in plain numpy: documentation and oracle of `host_numba`, and its stand-in.
 
 All arrays are contiguous, positions int64, field values uint32, words unsigned or signed of the element's width.
 """
@@ -58,6 +58,32 @@ def decode_bits(
     positions += sums
     positions += position - 1
     return positions, packed >> np.uint32(k), _pairs(ones, sums, bits, k, position) if want_pairs else _NO_PAIRS
+
+
+def mark_bits(
+    unary: Bytes,
+    bits: int,
+    fields: Bytes,
+    *,
+    first: int,
+    most: int,
+    k: int,
+    v: int,
+    position: int,
+    span: int,
+    marks: Bytes,
+) -> tuple[int, Ints, bool]:
+    """`(last position, pairs, whether a change stood on a mark)` of what `decode_bits` would decode; -1 without any.
+
+    Sets bit p of `marks`, counted from each byte's lowest, for every change at a position p below `span`.
+    """
+    positions, _, pairs = decode_bits(unary, bits, fields, first=first, most=most, k=k, v=v, position=position)
+    last = int(positions[-1]) if len(positions) else -1
+    inside = positions[: positions.searchsorted(span)]
+    at, flags = inside >> 3, np.left_shift(1, inside & 7, dtype=np.uint8, casting="unsafe")
+    is_twice = bool((marks[at] & flags).any())
+    np.bitwise_or.at(marks, at, flags)
+    return last, pairs, is_twice
 
 
 def _ones(unary: Bytes, bits: int) -> Ints:

@@ -133,15 +133,21 @@ def _header_bytes(path: Path, scale: Scale) -> int:
 
 
 class RowShards(torch.nn.Module):
-    """This rank's rows of every tensor, each a param of its own."""
+    """This rank's rows of every tensor, each a param of its own.
+
+    They lie in one block of memory, for which numpy asks the system for huge pages. A device's pages are as large; with
+    small ones a change in a larger model costs more, for the walk to its page.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, rank: int, ranks: int) -> None:
         super().__init__()
         self.slices: dict[str, slice] = {}
+        room = np.empty(sum(stored.nbytes for stored in checkpoint.tensors.values()) // ranks // 2, np.int16)
         for name, stored in checkpoint.tensors.items():
             rows = stored.shape[0] // ranks
             self.slices[name] = slice(rank * rows, (rank + 1) * rows)
-            empty = torch.empty((rows, *stored.shape[1:]), dtype=torch.bfloat16)
+            mine, room = np.split(room, [rows * COLUMNS])
+            empty = torch.from_numpy(mine).view(torch.bfloat16).reshape(rows, COLUMNS)
             self.register_parameter(name.replace(".", "/"), torch.nn.Parameter(empty, requires_grad=False))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -235,3 +235,25 @@ def test_finding_stops_at_most(loops):
         positions, steps = find(*sides, element_bytes=2, order=1, most=100)
         assert positions.tolist() == np.flatnonzero(new).tolist()
         assert steps.tolist() == [3] * 100
+
+
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
+@given(changes(), st.sampled_from([0, 1, 7, 1 << 30]))
+def test_marks_are_where_bits_decode_to(loops, change, span):
+    """What is there already, what is met twice, and what lies behind the span."""
+    _, _, blob = change
+    parsed = parse_blob(blob, blob.size)
+    head, (_, _, unary_at, fields_at, _) = parsed.streams[0], parsed.offsets[0].tolist()
+    k, v, count, bits = (int(head[name]) for name in ("k", "v", "count", "nbits"))
+    unary, fields = blob[unary_at : unary_at + -(-bits // 32) * 4], blob[fields_at:][: -(-count * (k + v) // 32) * 4]
+    coded = {"first": 0, "most": count, "k": k, "v": v, "position": 0}
+    ops, span = loops_of(loops), min(span, parsed.elements)
+    positions, _, pairs = ops.decode_bits(unary, bits, fields, **coded)
+    expected = np.zeros(-(-max(parsed.elements, 8) // 8) * 8, np.bool_)
+    expected[positions[positions < span]] = True
+    marks = np.zeros(len(expected) // 8, np.uint8)
+    last, told, is_twice = ops.mark_bits(unary, bits, fields, **coded, span=span, marks=marks)
+    assert (last, is_twice) == (positions[-1], False)
+    assert told.tolist() == pairs.tolist()
+    assert np.unpackbits(marks, bitorder="little").tolist() == expected.tolist()
+    assert ops.mark_bits(unary, bits, fields, **coded, span=span, marks=marks)[2] == expected.any()

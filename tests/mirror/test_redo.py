@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from gpusync.codec.compact import changed_positions
 from gpusync.errors import JournalError
 from gpusync.mirror.redo import CHECKSUM, HEADER, RedoWriter, read_records
+from gpusync_kernels import choose_host_ops, using_host_ops
 
 
 def windows(seed: int, elements: int, width: int, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -23,18 +25,25 @@ def windows(seed: int, elements: int, width: int, share: float) -> tuple[np.ndar
     return old, new
 
 
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
 @given(
     seed=st.integers(0, 2**32),
     elements=st.sampled_from([0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 1000]),
     width=st.sampled_from([1, 2, 4, 8]),
     share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-def test_changed_positions_are_those_of_a_plain_comparison(seed: int, elements: int, width: int, share: float) -> None:
+def test_changed_positions_are_those_of_a_plain_comparison(
+    loops: Literal["numpy", "numba"], seed: int, elements: int, width: int, share: float
+) -> None:
+    if loops == "numba":
+        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
     old, new = windows(seed, elements, width, share)
     plain = np.flatnonzero((old != new).reshape(-1, width).any(axis=1))
-    found = changed_positions(old, new, element_bytes=width)
-    assert found.dtype == np.uint32
-    assert found.tolist() == plain.tolist()
+    with using_host_ops(choose_host_ops(loops)[0]):
+        found = changed_positions(old, new, element_bytes=width)
+        without_old = changed_positions(None, old ^ new, element_bytes=width)
+    assert found.dtype == without_old.dtype == np.uint32
+    assert found.tolist() == without_old.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -17,9 +17,11 @@ from gpusync.store.casts import CastStore
 from gpusync.store.compact import CompactWriter, StepFiles
 from gpusync.store.memory import HostMemory
 from gpusync.store.operations import BlobSteps, MovedBytes, OverwriteWords, PlaneSteps, XorWords
+from gpusync.store.preparing import Windows
 from gpusync.store.rank import RankStore
 from gpusync.store.tensor_update import TensorUpdate
 from gpusync.stream import element_bytes, is_float_order
+from gpusync_kernels.segments import Rows
 from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
 from support.models_apply import assert_same
 from support.models_layers import Ranks
@@ -168,6 +170,25 @@ def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int,
     assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
     rank.store.roll_back(prepared)
     assert rank.live() == before
+
+
+def test_a_window_of_prepare_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the digest has seen is what the commit is compared with."""
+    made: dict[str, int] = {}
+    take = Windows.take
+
+    def counted(windows: Windows, rows: Rows) -> object:
+        made[windows.name] = made.get(windows.name, 0) + int((rows["rows"] * rows["row_bytes"]).sum())
+        return take(windows, rows)
+
+    monkeypatch.setattr(Windows, "take", counted)
+    config = ModelConfig()
+    state = make_state(config)
+    rank = Rank(config, state, staging_bytes=1)
+    prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [("xor", changed(state, 1))]))
+    assert made
+    assert made == {name: int(rank.store.sizes([name])[0]) for name in made}
+    assert sum(part.table.nbytes for part in prepared.expected) == prepared.touched_bytes
 
 
 def test_lanes_beside_each_other_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

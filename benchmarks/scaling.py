@@ -60,7 +60,7 @@ class Followed:
 
     `commit_s` is the pause with `verify="before"`; with "before+after" the same call also reads the changed tensors
     again, which takes `fingerprint_s`; `pause_s` is both, as a caller sees it. `operations`: calls that a commit makes
-    over the live params, each over all tensors.
+    one after another over the live params, each over all tensors (on a host, of one of several threads).
     """
 
     pull_s: float
@@ -224,7 +224,7 @@ def _live_path(sync: WeightSync, *, target: int, disk: tuple[float, float]) -> F
     began = time.perf_counter()
     prepared = sync.prepare(target)
     done = time.perf_counter()
-    operations = 0 if prepared.update is None else len(prepared.update.operations)
+    operations = 0 if prepared.update is None else max(map(len, prepared.update.lanes), default=0)
     before = dict(prepared.report.seconds)
     started = time.perf_counter()
     report = sync.commit(prepared)

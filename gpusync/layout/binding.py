@@ -41,7 +41,7 @@ def check_addresses(layout: LayoutMap, params: Mapping[str, torch.Tensor]) -> No
     attach, with the same storage, shape and strides: released, asleep, moved, or replaced ones must not be written, and
     captured graphs know the old addresses only.
     """
-    patched = {p.param for each in layout.placements.values() if each.is_patched for p in each.pieces}
+    patched = layout.patched_storages
     for name, form in layout.params.items():
         if form.storage not in patched:
             continue

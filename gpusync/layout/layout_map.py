@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from gpusync.errors import LayoutError
@@ -65,7 +66,7 @@ class CastSegments:
     src_dtypes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutMap:
     """Immutable. Every tensor of the checkpoint stands in `placements` or in `elsewhere`; `params` and `storages` are
     all of the model's, buffers among them.
@@ -82,6 +83,12 @@ class LayoutMap:
         for placement in self.placements.values():
             counted[placement.kind.value] += placement.owned_bytes
         return counted
+
+    @cached_property
+    def patched_storages(self) -> frozenset[str]:
+        """Those that commits in place write."""
+        patched = (placement for placement in self.placements.values() if placement.is_patched)
+        return frozenset(piece.param for placement in patched for piece in placement.pieces)
 
     def untouched_bytes(self) -> dict[str, int]:
         """Bytes of each storage that no commit in place ever writes, where there are any: padding, what no checkpoint

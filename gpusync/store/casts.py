@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gpusync.layout import CastSegments, LayoutMap, ReadTensor, storage_bytes
-from gpusync.store.fingerprint import Fingerprint, fingerprint
+from gpusync.store.fingerprint import BoundFingerprints, Fingerprint, bind_fingerprints
 from gpusync.store.memory import Memory
 from gpusync_kernels import SegmentTable, bind_casts, bind_moves, cast_segments, copy_segments, restore_cast
 from gpusync_kernels.cast import FORMATS, BoundCasts
@@ -37,12 +37,13 @@ class CastBatch:
 @dataclass(slots=True)
 class PreparedCasts:
     """New published bytes by tensor, the fingerprints of what they convert to, and the conversion with room for what it
-    replaces. `replaced`, from the commit on: the published bytes before it."""
+    replaces. `live`: the params' own fingerprints. `replaced`, from the commit on: the published bytes before it."""
 
     sources: dict[str, Buffer] = field(default_factory=dict)
     expected: dict[str, Fingerprint] = field(default_factory=dict)
     replaced: dict[str, Buffer] = field(default_factory=dict)
     bound: BoundCasts | None = None
+    live: BoundFingerprints | None = None
 
 
 class CastStore:
@@ -112,7 +113,8 @@ class CastStore:
             )
         )
         prepared.sources.update(batch.sources)
-        prepared.expected.update(self._fingerprints(names, packed, [made]))
+        found = self._fingerprints(names, packed, [made]).take()
+        prepared.expected.update({name: found[number] for number, name in enumerate(names)})
 
     def bind(self, prepared: PreparedCasts) -> None:
         """All that a commit needs, ahead of it."""
@@ -129,6 +131,7 @@ class CastStore:
         old = self._memory.empty(bind_casts(table, **options).old_bytes)
         prepared.bound = bind_casts(table, **options, old=old)
         prepared.bound.upload()
+        prepared.live = self._fingerprints(names, _live_bytes(segments, table), options["dst"])
 
     def commit(self, prepared: PreparedCasts) -> None:
         """Convert the new bytes into the params, keeping what stood there."""
@@ -140,12 +143,10 @@ class CastStore:
 
     def first_wrong(self, prepared: PreparedCasts) -> str | None:
         """After a commit: the first tensor whose params are not the conversion of its published bytes."""
-        names = tuple(prepared.sources)
-        if not names:
+        if prepared.live is None:
             return None
-        segments, table = self._join(names)
-        now = self._fingerprints(names, _live_bytes(segments, table), storage_bytes(self._params, segments.storages))
-        return next((name for name in names if now[name] != prepared.expected[name]), None)
+        now = prepared.live.take()
+        return next((name for n, name in enumerate(prepared.sources) if now[n] != prepared.expected[name]), None)
 
     def roll_back(self, prepared: PreparedCasts) -> None:
         if prepared.bound is None or not prepared.replaced:
@@ -177,15 +178,12 @@ class CastStore:
         )
         return joined, table
 
-    def _fingerprints(
-        self, names: Sequence[str], table: SegmentTable, buffers: Sequence[Buffer]
-    ) -> dict[str, Fingerprint]:
+    def _fingerprints(self, names: Sequence[str], table: SegmentTable, buffers: Sequence[Buffer]) -> BoundFingerprints:
         sizes = np.zeros(len(names), np.int64)
         np.maximum.at(
             sizes, table.rows["src"], table.rows["src_offset"] + table.rows["rows"] * table.rows["src_stride"]
         )
-        found = fingerprint(table, buffers, sizes, memory=self._memory)
-        return {name: found[number] for number, name in enumerate(names)}
+        return bind_fingerprints(table, buffers, sizes, memory=self._memory)
 
     def _read(self, name: str, read: ReadTensor) -> Any:
         _, packed, nbytes = self._slices[name]

@@ -17,23 +17,62 @@ from gpusync.store.memory import Memory
 from gpusync.store.operations import held_by
 from gpusync_kernels import SegmentTable, SumsLayout, bind_moves, bind_sums, copy_segments, fingerprints
 from gpusync_kernels.buffers import byte_view, device_of
-from gpusync_kernels.moves import strided_view
+from gpusync_kernels.moves import Moves, strided_view
 from gpusync_kernels.segments import merge_rows
+from gpusync_kernels.sums import BoundSums
 from gpusync_kernels.xxh3 import SHORT_BYTES
 
 Fingerprint = tuple[int, int]
 CHUNK_BYTES = 1 << 18
 
 
-def fingerprint(
+class BoundFingerprints:
+    """Made by `bind_fingerprints`: whose bytes, and nothing left to do but to read them."""
+
+    def __init__(
+        self, table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], memory: Memory
+    ) -> None:
+        self.table, self._memory = table, memory
+        self._pieces: dict[int, list[npt.NDArray[np.uint8]]] = {}
+        self._sums: BoundSums | None = None
+        self._gather: Moves | None = None
+        held = held_by(table)
+        if device_of(buffers) is None:
+            self._pieces = _pieces(held, [byte_view(buffer) for buffer in buffers])
+            return
+        # Tensors of 240 bytes or less are brought to the host: the block form begins above.
+        numbers = np.array(sorted(held), np.int64)
+        self._long = numbers[nbytes[numbers] > SHORT_BYTES]
+        if len(self._long):
+            self._sums = bind_sums(_renumbered(table, self._long), SumsLayout.of(nbytes[self._long]), dst=buffers)
+            self._sums.upload()
+        short = [rows for tensor, rows in held.items() if nbytes[tensor] <= SHORT_BYTES]
+        if short:
+            here = SegmentTable(np.concatenate(short))
+            self._packed, size = here.packed()
+            self._gathered = memory.zeros(size)
+            self._gather = bind_moves(self._packed.moves_from(here), dst=[self._gathered], src=buffers)
+            self._gather.upload()
+
+    def take(self) -> dict[int, Fingerprint]:
+        """The fingerprints of what the bytes are now."""
+        found: dict[int, Fingerprint] = {}
+        if self._sums is not None:
+            values = fingerprints(self._sums).tolist()
+            found = {tensor: (low, high) for tensor, (low, high) in zip(self._long.tolist(), values, strict=True)}
+        pieces = self._pieces
+        if self._gather is not None:
+            copy_segments(self._gather)
+            pieces = _pieces(held_by(self._packed), [self._memory.download(self._gathered)])
+        return found | {tensor: _digest(parts) for tensor, parts in pieces.items()}
+
+
+def bind_fingerprints(
     table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], *, memory: Memory
-) -> dict[int, Fingerprint]:
-    """By tensor (source of `table`, of `nbytes[source]` bytes as published) the digest of the bytes that its segments
-    hold in `buffers`; only of tensors that have segments."""
-    if device_of(buffers) is not None:
-        return _on_device(table, buffers, nbytes, memory)
-    views = [byte_view(buffer) for buffer in buffers]
-    return {tensor: _on_host(rows, views) for tensor, rows in held_by(table).items()}
+) -> BoundFingerprints:
+    """Of the bytes that `table` has of each tensor (its source, of `nbytes[source]` bytes as published) in `buffers`;
+    only of tensors that have segments."""
+    return BoundFingerprints(table, buffers, nbytes, memory)
 
 
 def first_difference(expected: Mapping[int, Fingerprint], found: Mapping[int, Fingerprint]) -> int | None:
@@ -42,48 +81,29 @@ def first_difference(expected: Mapping[int, Fingerprint], found: Mapping[int, Fi
     return min(differing, default=None)
 
 
-def _on_host(rows: Any, views: Sequence[npt.NDArray[np.uint8]]) -> Fingerprint:
+def _pieces(held: Mapping[int, Any], views: Sequence[npt.NDArray[np.uint8]]) -> dict[int, list[npt.NDArray[np.uint8]]]:
+    """By tensor, views of the bytes to read, in order."""
+    found: dict[int, list[npt.NDArray[np.uint8]]] = {}
+    for tensor, rows in held.items():
+        pieces = found[tensor] = []
+        for to, offset, stride, _, _, _, count, row_bytes in merge_rows(rows).tolist():
+            if count == 1:
+                pieces.append(views[to][offset : offset + row_bytes])
+                continue
+            view, step = strided_view(views[to], offset, stride, count, row_bytes), max(1, CHUNK_BYTES // row_bytes)
+            pieces += [view[first : first + step] for first in range(0, count, step)]
+    return found
+
+
+def _digest(pieces: Sequence[npt.NDArray[np.uint8]]) -> Fingerprint:
     digest = xxhash.xxh3_128()
-    for to, offset, stride, _, _, _, count, row_bytes in merge_rows(rows).tolist():
-        if count == 1:
-            digest.update(views[to][offset : offset + row_bytes])
-            continue
-        held, step = strided_view(views[to], offset, stride, count, row_bytes), max(1, CHUNK_BYTES // row_bytes)
-        for first in range(0, count, step):
-            digest.update(np.ascontiguousarray(held[first : first + step]))
-    return _halves(digest.intdigest())
-
-
-def _on_device(
-    table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], memory: Memory
-) -> dict[int, Fingerprint]:
-    """Tensors of 240 bytes or less are brought to the host: the block form begins above."""
-    held = np.unique(table.rows["src"])
-    long, found = held[nbytes[held] > SHORT_BYTES], {}
-    if len(long):
-        values = fingerprints(bind_sums(_renumbered(table, long), SumsLayout.of(nbytes[long]), dst=buffers))
-        found = {tensor: (low, high) for tensor, (low, high) in zip(long.tolist(), values.tolist(), strict=True)}
-    short = {tensor: rows for tensor, rows in held_by(table).items() if nbytes[tensor] <= SHORT_BYTES}
-    return found | _short(short, buffers, memory)
+    for piece in pieces:
+        digest.update(np.ascontiguousarray(piece))
+    value = digest.intdigest()
+    return value & (2**64 - 1), value >> 64
 
 
 def _renumbered(table: SegmentTable, tensors: npt.NDArray[np.int64]) -> SegmentTable:
     rows = table.rows[np.isin(table.rows["src"], tensors)].copy()
     rows["src"] = np.searchsorted(tensors, rows["src"])
     return SegmentTable(rows)
-
-
-def _short(held: Mapping[int, Any], buffers: Sequence[Any], memory: Memory) -> dict[int, Fingerprint]:
-    """All of them in one copy to the host."""
-    if not held:
-        return {}
-    table = SegmentTable(np.concatenate(list(held.values())))
-    packed, nbytes = table.packed()
-    gathered = memory.zeros(nbytes)
-    copy_segments(bind_moves(packed.moves_from(table), dst=[gathered], src=buffers))
-    view = [memory.download(gathered)]
-    return {tensor: _on_host(rows, view) for tensor, rows in held_by(packed).items()}
-
-
-def _halves(value: int) -> Fingerprint:
-    return value & (2**64 - 1), value >> 64

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from gpusync.codec.frame_decoder import FrameDecoder, HostFrameDecoder
 from gpusync_kernels.buffers import byte_view, nbytes_of
+from gpusync_kernels.host import host_ops
 
 Buffer = Any
 MAX_WORKERS = 8
@@ -140,7 +141,11 @@ class HostMemory:
     def __init__(self) -> None:
         self._accounts = Accounts()
         self.decoder: FrameDecoder = HostFrameDecoder()
-        self.backend = ("numpy: params are in host memory", "libzstd on the host: params are in host memory")
+
+    @property
+    def backend(self) -> tuple[str, str]:
+        where = "params are in host memory"
+        return f"{host_ops().name}: {where}", f"libzstd on the host: {where}"
 
     def warm_up(self) -> None:
         return

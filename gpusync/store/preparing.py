@@ -15,7 +15,7 @@ from gpusync.errors import DigestMismatchError
 from gpusync.layout import ReadTensor
 from gpusync.store.casts import CastBatch
 from gpusync.store.compact import Step
-from gpusync.store.fingerprint import fingerprint
+from gpusync.store.fingerprint import bind_fingerprints
 from gpusync.store.load import LoadedStep, Request, is_dense, load, span_of
 from gpusync.store.operations import bind_operations, held_by
 from gpusync.store.restore import write_back
@@ -66,6 +66,16 @@ class Preparing:
             self.scratch = self.store.memory.empty(max(nbytes, self.room))
         return self.scratch[:nbytes]
 
+    def expect(
+        self, names: tuple[str, ...], made: SegmentTable, scratch: Any, live: SegmentTable, buffers: Sequence[Any]
+    ) -> ExpectedPart:
+        """What the `live` bytes have to be after the commit: those `made` in the scratch."""
+        memory, sizes = self.store.memory, self.store.sizes(names)
+        found = bind_fingerprints(made, [scratch], sizes, memory=memory).take()
+        return ExpectedPart(
+            names=names, fingerprints=found, live=bind_fingerprints(live, buffers, sizes, memory=memory)
+        )
+
     def _attempt(self, batch: tuple[str, ...], damaged: Mapping[str, ReadTensor]) -> None:
         watch = self.prepared.watch
         casts = self.store.begin_casts(batch, damaged)
@@ -91,8 +101,7 @@ class Preparing:
         self._compare(batch, both, buffers=(scratch, casts.data))
         watch.lap("digest")
         self._keep(batch, kept, streamed)
-        found = fingerprint(packed, [scratch], store.sizes(batch), memory=store.memory)
-        prepared.expected.append(ExpectedPart(names=batch, fingerprints=found, table=table, buffers=buffers))
+        prepared.expected.append(self.expect(batch, packed, scratch, table, buffers))
 
     def _attempt_in_windows(self, batch: tuple[str, ...], casts: CastBatch, damaged: Mapping[str, ReadTensor]) -> None:
         store, prepared, watch = self.store, self.prepared, self.prepared.watch
@@ -220,23 +229,20 @@ class Windows:
                 chains = load([request_of(prepared, self.name, step, 0, direct.rows)], prepared.files, memory)
                 for operation in bind_operations(chains, direct, [scratch], memory, revertible=False):
                     operation.apply()
-            self._fingerprint(direct, scratch, SegmentTable(rows[is_direct]))
+            live = SegmentTable(rows[is_direct])
+            self.parts.append(self.work.expect((self.name,), direct, scratch, live, self.buffers))
         return packed.rows, [scratch]
 
     def all_of(self, table: SegmentTable) -> list[ExpectedPart]:
         """Parts that are `table`, each byte once; made again if what was asked for was not."""
-        spans = [span_of(part.table.rows) for part in self.parts]
+        tables = [part.live.table for part in self.parts]
+        spans = [span_of(each.rows) for each in tables]
         apart = all(after[0] >= before[1] for before, after in pairwise(spans))
-        if not apart or sum(part.table.nbytes for part in self.parts) != table.nbytes:
+        if not apart or sum(each.nbytes for each in tables) != table.nbytes:
             self.parts.clear()
             for part in spans_of(table, self.window_bytes):
                 self.take(part.rows)
         return self.parts
-
-    def _fingerprint(self, made: SegmentTable, scratch: Any, live: SegmentTable) -> None:
-        store, names = self.work.store, (self.name,)
-        found = fingerprint(made, [scratch], store.sizes(names), memory=store.memory)
-        self.parts.append(ExpectedPart(names=names, fingerprints=found, table=live, buffers=self.buffers))
 
 
 def request_of(prepared: PreparedUpdate, name: str, step: Step, number: int, rows: Rows) -> Request:

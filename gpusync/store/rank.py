@@ -22,7 +22,7 @@ from gpusync.mirror.workers import for_each
 from gpusync.progress import Progress, counter
 from gpusync.store.casts import CastBatch, CastStore
 from gpusync.store.compact import StepFiles
-from gpusync.store.fingerprint import fingerprint, first_difference
+from gpusync.store.fingerprint import first_difference
 from gpusync.store.load import LoadedStep, load
 from gpusync.store.memory import Memory, is_out_of_memory
 from gpusync.store.operations import Operation, bind_operations, held_by
@@ -144,13 +144,12 @@ class RankStore:
         wrong: list[str] = []
 
         def check(_: int, part: ExpectedPart) -> None:
-            now = fingerprint(part.table, part.buffers, self.sizes(part.names), memory=self.memory)
-            different = first_difference(part.fingerprints, now)
+            different = first_difference(part.fingerprints, part.live.take())
             if different is not None:
                 wrong.append(part.names[different])
 
         workers = self._workers(prepared.touched_bytes)
-        for_each(prepared.expected, check, workers=workers, size=lambda part: part.table.nbytes)
+        for_each(prepared.expected, check, workers=workers, size=lambda part: part.live.table.nbytes)
         return min(wrong, key=prepared.names.index, default=None) or self._casts.first_wrong(prepared.casts)
 
     def roll_back(self, prepared: PreparedUpdate) -> None:

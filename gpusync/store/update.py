@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,23 +10,20 @@ from gpusync.digest import Traffic
 from gpusync.report import Stopwatch
 from gpusync.store.casts import PreparedCasts
 from gpusync.store.compact import StepFiles
-from gpusync.store.fingerprint import Fingerprint
+from gpusync.store.fingerprint import BoundFingerprints, Fingerprint
 from gpusync.store.load import LoadedStep
 from gpusync.store.operations import Operation
 from gpusync.store.restore import OldBytes
 from gpusync.store.tensor_update import TensorUpdate
-from gpusync_kernels import SegmentTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedPart:
-    """What tensors will hold here after the commit: fingerprints by position in `names`, of what `table` has of them
-    in the live `buffers`."""
+    """What tensors will hold here after the commit: fingerprints by position in `names`, of the `live` bytes."""
 
     names: tuple[str, ...]
     fingerprints: Mapping[int, Fingerprint]
-    table: SegmentTable
-    buffers: Sequence[Any]
+    live: BoundFingerprints
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,6 +39,21 @@ class Change:
     first_element: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A change and a segment that meet, in arrays of words. `first`: the position of the segment's first word; `target`
+    begins there, and where the segment is one row it is that row."""
+
+    positions: Any
+    words: Any
+    old: Any
+    first_element: int
+    segment: Any
+    is_row: bool
+    first: int
+    target: Any
+
+
 class BoundChanges:
     """Made by `bind_changes`."""
 
@@ -60,14 +75,25 @@ class BoundChanges:
         return all(change.old is not None for change in self.changes)
 
     @cached_property
-    def pairs(self) -> list[tuple[Change, Any, Any, Any]]:
-        """Per change and segment that meet: the change, its positions, the segment, and the destination's words."""
-        buffers, unsigned = [byte_view(buffer) for buffer in self.dst], UNSIGNED[self.position_bytes]
+    def pairs(self) -> list[_Pair]:
+        """Every change and segment that meet, on the host."""
+        buffers, word = [byte_view(buffer) for buffer in self.dst], UNSIGNED[self.element_bytes]
         found = []
         for i, j in zip(self.change_of.tolist(), self.segment_of.tolist(), strict=True):
             change, segment = self.changes[i], self.rows[j]
-            target = elements_of(buffers, segment, self.element_bytes)
-            found.append((change, byte_view(change.positions).view(unsigned), segment, target))
+            target, is_row = elements_of(buffers, segment, self.element_bytes), bool(segment["rows"] == 1)
+            found.append(
+                _Pair(
+                    positions=byte_view(change.positions).view(UNSIGNED[self.position_bytes]),
+                    words=byte_view(change.words).view(word),
+                    old=None if change.old is None else byte_view(change.old).view(word),
+                    first_element=change.first_element,
+                    segment=segment,
+                    first=int(segment["src_offset"]) - change.first_element,
+                    is_row=is_row,
+                    target=target[: segment["row_bytes"]] if is_row else target,
+                )
+            )
         return found
 
     @cached_property
@@ -158,21 +184,19 @@ def _run(bound: BoundChanges, mode: str) -> None:
 
 
 def changes_reference(bound: BoundChanges, mode: str) -> None:
-    word = UNSIGNED[bound.element_bytes]
-    for change, positions, segment, target in bound.pairs:
-        words = byte_view(change.words if mode in ("write", "xor") else change.old).view(word)
-        if segment["rows"] == 1 and mode in ("write", "xor"):
-            first = int(segment["src_offset"]) - change.first_element
-            row = target[: segment["row_bytes"]]
-            host_ops().change_words(row, positions, words, first=first, is_xor=mode == "xor")
+    change_words = host_ops().change_words
+    for pair in bound.pairs:
+        if mode in ("write", "xor") and pair.is_row:
+            change_words(pair.target, pair.positions, pair.words, first=pair.first, is_xor=mode == "xor")
             continue
-        held, index = locate(positions.astype(np.int64) + change.first_element, segment, bound.element_bytes)
+        positions = pair.positions.astype(np.int64) + pair.first_element
+        held, index = locate(positions, pair.segment, bound.element_bytes)
         if mode == "keep":
-            words[held] = target[index]
+            pair.old[held] = pair.target[index]
         elif mode == "xor":
-            target[index] ^= words[held]
+            pair.target[index] ^= pair.words[held]
         else:
-            target[index] = words[held]
+            pair.target[index] = (pair.words if mode == "write" else pair.old)[held]
 
 
 def _check_changes(changes: Sequence[Change], element_bytes: int) -> tuple[int, Ints]:

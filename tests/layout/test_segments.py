@@ -86,9 +86,21 @@ def test_runs_are_as_long_as_they_can_be(piece):
 
 
 def _is_in_order(piece: Piece) -> bool:
-    """False where something is transposed: there, single elements may touch at corners, and are not joined."""
-    dims = [(d, s) for n, d, s in zip(piece.size, piece.dst_stride, piece.src_stride, strict=True) if n > 1]
-    return [s for _, s in sorted(dims)] == sorted(s for _, s in dims)
+    """False where something is transposed, or where what is no run ends just before the next of its kind begins: there,
+    single elements touch at corners, and are not joined."""
+    sizes = zip(piece.dst_stride, piece.src_stride, piece.size, strict=True)
+    dims = sorted((dst, src, n) for dst, src, n in sizes if n > 1)
+    if [src for _, src, _ in dims] != sorted(src for _, src, _ in dims):
+        return False
+    last_dst = last_src = 0
+    is_run = True
+    for dst, src, n in dims:
+        goes_on = (dst - last_dst, src - last_src) == (1, 1)
+        if goes_on and not is_run:
+            return False
+        is_run = goes_on
+        last_dst, last_src = last_dst + (n - 1) * dst, last_src + (n - 1) * src
+    return True
 
 
 @given(pieces(), st.data())

@@ -188,7 +188,7 @@ def test_a_window_of_prepare_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
     prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [("xor", changed(state, 1))]))
     assert made
     assert made == {name: int(rank.store.sizes([name])[0]) for name in made}
-    assert sum(part.table.nbytes for part in prepared.expected) == prepared.touched_bytes
+    assert sum(part.live.table.nbytes for part in prepared.expected) == prepared.touched_bytes
 
 
 def test_lanes_beside_each_other_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

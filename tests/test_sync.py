@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from gpusync.errors import ChainError, DigestMismatchError, PayloadError, RefusedError
+from gpusync.store.rank import RankStore
+from gpusync.store.update import PreparedUpdate
 from gpusync.sync.report import STAGES
 from support.checkpoints import read_state
 from support.engines import as_state, step
@@ -356,6 +360,25 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
     with pytest.raises(ChainError):
         engine.sync.pull(1)
     engine.assert_live(2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_in_the_pause(engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    collecting: list[bool] = []
+    commit = RankStore.commit
+
+    def watched(store: RankStore, prepared: PreparedUpdate) -> None:
+        collecting.append(gc.isenabled())
+        commit(store, prepared)
+        if fails:
+            raise MemoryError
+
+    monkeypatch.setattr(RankStore, "commit", watched)
+    prepared = engine.sync.prepare(engine.publish())
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        engine.sync.commit(prepared)
+    assert collecting == [False]
+    assert gc.isenabled()
 
 
 def test_an_exception_in_the_commit_is_rolled_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,6 @@ def changed_positions(old: Bytes | None, new: Bytes, *, element_bytes: int) -> P
     return found
 
 
-def count_changed(old: Bytes, new: Bytes, *, element_bytes: int) -> int:
-    """How many elements of two equally long windows differ."""
-    return int(
-        np.count_nonzero(elements(old, element_bytes=element_bytes) != elements(new, element_bytes=element_bytes))
-    )
-
-
 def elements(window: Bytes, *, element_bytes: int) -> npt.NDArray[np.unsignedinteger]:
     """The window's bytes as unsigned little-endian elements; shares memory."""
     view: npt.NDArray[np.unsignedinteger] = window.view(ELEMENT_TYPES[element_bytes])

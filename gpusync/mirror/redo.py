@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gpusync.codec.compact import changed_positions, count_changed, elements
+from gpusync.codec.compact import changed_positions, elements
 from gpusync.errors import JournalError
 from gpusync.mirror import io
 
@@ -71,12 +71,12 @@ class RedoWriter:
 
     def add(self, *, file: int, offset: int, old: Bytes, new: Bytes, element_bytes: int) -> None:
         """Record the difference of two equally long windows; equal windows leave no record."""
-        count = count_changed(old, new, element_bytes=element_bytes)
+        positions = changed_positions(old, new, element_bytes=element_bytes)
+        count = len(positions)
         if not count:
             return
         self.elements_changed += count
         if count * (4 + element_bytes) < new.size:
-            positions = changed_positions(old, new, element_bytes=element_bytes)
             words = elements(new, element_bytes=element_bytes)[positions]
             body = (positions.tobytes(), words.tobytes())
             head = HEADER.pack(MAGIC, element_bytes, 0, file, offset, new.size, count, 0)

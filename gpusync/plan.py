@@ -81,7 +81,7 @@ def plan_pull(*, applied: Applied, target: int, lookup: Lookup, allow_rewind: bo
         if target < applied.version:
             if not allow_rewind:
                 raise ChainError(
-                    "the target lies behind the local version, and rewinding was not allowed",
+                    "the target lies behind the local version, and going back needs `allow_rewind`",
                     version=target,
                     expected=f"a target of {applied.version} or more",
                     found=target,

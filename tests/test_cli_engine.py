@@ -14,14 +14,15 @@ from gpusync.cli.commands import run
 
 
 @contextmanager
-def engine(status: int, told: object) -> Iterator[str]:
-    """An engine that gives one answer to everything; its address."""
+def engine(status: int, told: object, *, agent: object = None) -> Iterator[str]:
+    """An engine that gives one answer to everything, an agent that is one to `/weights/version`; its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append((self.path, self.headers.get("Authorization")))
-            body = json.dumps(told).encode()
-            self.send_response(status)
+            is_agent = agent is not None and self.path == "/weights/version"
+            body = json.dumps(agent if is_agent else told).encode()
+            self.send_response(200 if is_agent else status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -80,6 +81,12 @@ def test_what_is_wrong_is_explained(
         found = ask(url, capsys)
     assert verdict in str(found["gpusync"])
     assert look_at in str(found.get("look_at", ""))
+
+
+def test_an_agent_of_our_own_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine(404, {}, agent={"live": 7}) as url:
+        told = ask(url, capsys)
+    assert (told["gpusync"], told["live"]) == ("this is `gpusync serve`", 7)
 
 
 def test_no_engine_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,8 @@ def doctor_command(
 
     Versions, devices and filesystems, and which backends are usable with the reason.
     """
-    found = {"machine": _machine(), "packages": _packages(), "backends": _backends()}
+    machine = _machine()
+    found = {"machine": machine, "packages": _packages(), "backends": _backends(bool(machine["nvidia_devices"]))}
     if local_checkpoint_dir is not None:
         found["local_checkpoint"] = _local(local_checkpoint_dir)
     if source_dir is not None:
@@ -86,12 +87,22 @@ def _packages() -> Facts:
     return versions
 
 
-def _backends() -> Facts:
+def _backends(has_device: bool) -> Facts:
     return {
         "host": "used: zstandard, numpy and xxhash on the CPU",
         "host_loops": f"{host_ops().name}: {host_ops_reason()}",
-        "device": "not built yet: this version has the disk path only",
+        "device": _device(has_device),
     }
+
+
+def _device(has_device: bool) -> str:
+    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"not usable: {' and '.join(missing)} not installed"
+    if not has_device:
+        return "not usable: no NVIDIA device; params on the CPU are patched by the host loops"
+    nvcomp = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.nvcomp") is not None
+    return f"used for params on CUDA devices: Triton applies, {'nvCOMP' if nvcomp else 'the host'} decodes frames"
 
 
 def _local(directory: Path) -> Facts:

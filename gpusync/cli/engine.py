@@ -10,6 +10,7 @@ import urllib.request
 from gpusync.errors import GpusyncError
 
 ROUTE = "/weights/engine"
+AGENT_ROUTE = "/weights/version"
 TIMEOUT_S = 10.0
 Facts = dict[str, object]
 
@@ -17,6 +18,10 @@ Facts = dict[str, object]
 def read_engine(url: str) -> Facts:
     """Facts for a person. Raises GpusyncError if nothing that speaks HTTP answers."""
     status, told = _get(url.rstrip("/") + ROUTE)
+    if status == 404:
+        agent_status, agent = _get(url.rstrip("/") + AGENT_ROUTE)
+        if agent_status == 200 and "live" in agent:
+            return {"url": url, "gpusync": "this is `gpusync serve`", "live": _shown(agent["live"])}
     facts: Facts = {"url": url, **_verdict(status, told)}
     groups = told.get("groups")
     groups = groups if isinstance(groups, list) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import json
 from pathlib import Path
@@ -56,6 +57,9 @@ def serve_command(
         raise click.UsageError("--source-dir and --local-checkpoint-dir belong together")
     if source_dir is None and not (source_root and local_root):
         raise click.UsageError("name --source-dir and --local-checkpoint-dir, or --source-root and --local-root")
+    missing = [name for name in ("torch", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.UsageError(f"serving needs {' and '.join(missing)}: install gpusync with the extra `server`")
     from gpusync.endpoint import Roots
     from gpusync.engines.agent.serve import serve
     from gpusync.engines.agent.settings import AgentSettings, Place

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from gpusync.codec.gs01_stream import Ints, StreamReader
 from gpusync.codec.payload import U8, Payload, as_bytes, read_head
-from gpusync.codec.windows import WindowOrder, pieces
+from gpusync.codec.windows import WINDOW_BYTES, WindowOrder, pieces
 from gpusync.errors import NOWHERE, PayloadError, Where
 from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Blob, head_bytes, parse_blob
 from gpusync_kernels.host import host_ops
 
 GS01_MAGIC = MAGIC
+# Parts of an encoder of ours are not larger; what others make is checked window by window, which takes longer.
+MARKED_PART_LOG2 = 24
 
 _NOWHERE: Ints = np.empty(0, np.int64)
 
@@ -59,6 +61,11 @@ class Gs01Decoder:
 
         Whoever applies the blob by other means than `apply` calls it first, on bytes that cannot change meanwhile.
         """
+        if self.blob.part_log2 > MARKED_PART_LOG2:
+            walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
+            for first in range(0, self.blob.elements, step):
+                walk.changes(first, min(step, self.blob.elements - first))
+            return
         marks = np.zeros(0, np.uint8)  # a bit for each element of one part
         part = -1
         for number in _by_part(self.blob).tolist():

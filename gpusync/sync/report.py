@@ -68,8 +68,8 @@ class Prepared:
     plan: Plan
     report: SyncReport
     applied: Applied = field(default_factory=Applied)
-    update: PreparedUpdate | None = None
-    base: LazyBase | None = None
+    update: PreparedUpdate | None = field(default=None, repr=False)
+    base: LazyBase | None = field(default=None, repr=False)
 
     def close(self) -> None:
         """Let go of files."""

@@ -225,7 +225,14 @@ class WeightSync:
             limit = self._rank.team.timeout_s if timeout is None else timeout
             self._rank.team.step("folding the local checkpoint", lambda: self._rank.flush(limit), "flush")
 
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Drop what is prepared, and end the threads, the helper and the group. What is live and durable stays."""
         with self._turn:
             self._closed = True
             try:

@@ -6,6 +6,7 @@ the interpreter lock, so that threads share them.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
     except ImportError as error:
         if wanted == "numba":
             raise
-        return NUMPY, f"numba cannot be imported ({error}); the extra `fast` installs it"
+        is_there = importlib.util.find_spec("numba") is not None
+        return NUMPY, f"numba cannot be imported: {error}" if is_there else "the extra `fast` would add numba"
     ops = HostOps(
         name="numba",
         decode_bits=host_numba.decode_bits,

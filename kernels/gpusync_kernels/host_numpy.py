@@ -261,7 +261,7 @@ def step_of(values: Values, magnitude: int, element_bytes: int) -> npt.NDArray[A
     size: Words = (narrow >> one).astype(kind, copy=False)
     narrow &= one
     negative = kind.type(0) - narrow.astype(kind, copy=False)  # all ones, or none
-    size += kind.type(magnitude)
+    size += kind.type(magnitude % (1 << 8 * element_bytes))  # 2**63 is negative where it is kept as int64
     size ^= negative
     size -= negative
     return size.view(SIGNED[element_bytes])

@@ -6,7 +6,7 @@ This is slime's overwrite encoding (words of one byte at u32 positions) and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,7 +49,6 @@ class _Pair:
     old: Any
     first_element: int
     segment: Any
-    is_row: bool
     first: int
     target: Any
 
@@ -75,26 +74,26 @@ class BoundChanges:
         return all(change.old is not None for change in self.changes)
 
     @cached_property
-    def pairs(self) -> list[_Pair]:
-        """Every change and segment that meet, on the host."""
+    def runs(self) -> list[_Pair]:
+        """On the host, every change and every segment of one row that meet."""
+        return list(self.pairs(of_runs=True))
+
+    def pairs(self, *, of_runs: bool) -> Iterator[_Pair]:
+        """Those of one row, or all others: a tensor that lies transposed has as many as columns, made as they come."""
         buffers, word = [byte_view(buffer) for buffer in self.dst], UNSIGNED[self.element_bytes]
-        found = []
-        for i, j in zip(self.change_of.tolist(), self.segment_of.tolist(), strict=True):
+        some = (self.rows["rows"][self.segment_of] == 1) == of_runs
+        for i, j in zip(self.change_of[some].tolist(), self.segment_of[some].tolist(), strict=True):
             change, segment = self.changes[i], self.rows[j]
-            target, is_row = elements_of(buffers, segment, self.element_bytes), bool(segment["rows"] == 1)
-            found.append(
-                _Pair(
-                    positions=byte_view(change.positions).view(UNSIGNED[self.position_bytes]),
-                    words=byte_view(change.words).view(word),
-                    old=None if change.old is None else byte_view(change.old).view(word),
-                    first_element=change.first_element,
-                    segment=segment,
-                    first=int(segment["src_offset"]) - change.first_element,
-                    is_row=is_row,
-                    target=target[: segment["row_bytes"]] if is_row else target,
-                )
+            target = elements_of(buffers, segment, self.element_bytes)
+            yield _Pair(
+                positions=byte_view(change.positions).view(UNSIGNED[self.position_bytes]),
+                words=byte_view(change.words).view(word),
+                old=None if change.old is None else byte_view(change.old).view(word),
+                first_element=change.first_element,
+                segment=segment,
+                first=int(segment["src_offset"]) - change.first_element,
+                target=target[: segment["row_bytes"]] if of_runs else target,
             )
-        return found
 
     @cached_property
     def uploaded(self) -> tuple[Any, Any, Any]:
@@ -109,7 +108,7 @@ class BoundChanges:
 
     def upload(self) -> None:
         """Makes the tables now, on the device where there is one: operations have nothing left to do but launch."""
-        _ = self.pairs if self.device is None else self.uploaded
+        _ = self.runs if self.device is None else self.uploaded
 
     def _launch(self) -> Launch:
         """columns: positions, words, old words, count, what to add to a position, destination, its stride, source
@@ -185,18 +184,23 @@ def _run(bound: BoundChanges, mode: str) -> None:
 
 def changes_reference(bound: BoundChanges, mode: str) -> None:
     change_words = host_ops().change_words
-    for pair in bound.pairs:
-        if mode in ("write", "xor") and pair.is_row:
-            change_words(pair.target, pair.positions, pair.words, first=pair.first, is_xor=mode == "xor")
-            continue
-        positions = pair.positions.astype(np.int64) + pair.first_element
-        held, index = locate(positions, pair.segment, bound.element_bytes)
-        if mode == "keep":
-            pair.old[held] = pair.target[index]
-        elif mode == "xor":
-            pair.target[index] ^= pair.words[held]
+    for run in bound.runs:
+        if mode in ("write", "xor"):
+            change_words(run.target, run.positions, run.words, first=run.first, is_xor=mode == "xor")
         else:
-            pair.target[index] = (pair.words if mode == "write" else pair.old)[held]
+            _change(run, mode, bound.element_bytes)
+    for pair in bound.pairs(of_runs=False):
+        _change(pair, mode, bound.element_bytes)
+
+
+def _change(pair: _Pair, mode: str, element_bytes: int) -> None:
+    held, index = locate(pair.positions.astype(np.int64) + pair.first_element, pair.segment, element_bytes)
+    if mode == "keep":
+        pair.old[held] = pair.target[index]
+    elif mode == "xor":
+        pair.target[index] ^= pair.words[held]
+    else:
+        pair.target[index] = (pair.words if mode == "write" else pair.old)[held]
 
 
 def _check_changes(changes: Sequence[Change], element_bytes: int) -> tuple[int, Ints]:

@@ -208,6 +208,7 @@ BENT = {
     "an index rank is one too large": bent(INDEX + 12, "<I", lambda rank: rank + 1),
     "the first index position is 1": bent(INDEX, "<I", lambda _: 1),
     "an element in two streams": twice(),
+    "an element in two streams of the largest part": twice()[:6] + b"\x1f" + twice()[7:],
     "a bit behind the last field": stray(FIELDS + USED // 8, USED % 8) if USED % 32 else stray(END - 1, 7),
     "a byte behind the last stream": stray(len(SOUND) - 1, 0),
     "the first byte behind the last stream": stray(len(SOUND) - 8, 0),
@@ -242,6 +243,15 @@ BENT = {
     "cut in the head": SOUND[:30],
     "cut in the first 24 bytes": SOUND[:20],
 }
+
+
+def test_the_largest_parts_are_checked_too(loops):
+    """In windows: nothing is held for each of their elements."""
+    blob = bent(6, "<B", lambda _: 31)
+    Gs01Decoder(MemoryPayload(blob), nbytes=18000, element_bytes=2).check()
+    target = SOUND_OLD.copy()
+    Gs01Decoder(MemoryPayload(blob), nbytes=18000, element_bytes=2).apply(target.view(np.uint8), 0)
+    assert target.tolist() == SOUND_NEW.tolist()
 
 
 @pytest.mark.parametrize("case", BENT)

@@ -257,3 +257,20 @@ def test_marks_are_where_bits_decode_to(loops, change, span):
     assert told.tolist() == pairs.tolist()
     assert np.unpackbits(marks, bitorder="little").tolist() == expected.tolist()
     assert ops.mark_bits(unary, bits, fields, **coded, span=span, marks=marks)[2] == expected.any()
+
+
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
+@pytest.mark.parametrize("cuts", [[0, 4096], [0, 100, 4096]])
+def test_the_largest_step_of_eight_bytes(loops, cuts):
+    """2**63, which no encoder of ours makes a step of; over whole parts, and over segments that cut one."""
+    head = struct.pack("<4sBBBBQII", b"GS01", 8, 0, 12, 0, 4096, 1, 0) + struct.pack("<IIIBBBB", 1, 1, 0, 63, 0, 1, 0)
+    blob = np.frombuffer(head + struct.pack("<IIII", 0, 0, 1, 0) + bytes(8), np.uint8)
+    old = np.arange(4096, dtype=np.uint64)
+    live, edges = old.copy(), 8 * np.array(cuts)
+    table = SegmentTable.flat(dst_offset=edges[:-1], src_offset=edges[:-1], nbytes=np.diff(edges))
+    bound = bind_sparse(table, dst=[live], payloads=[payload(blob)])
+    with using_host_ops(loops_of(loops)):
+        sparse_apply(bound)
+        assert live.tolist() == [1 << 63, *range(1, 4096)]
+        sparse_revert(bound)
+    assert live.tolist() == old.tolist()

@@ -135,8 +135,7 @@ def _header_bytes(path: Path, scale: Scale) -> int:
 class RowShards(torch.nn.Module):
     """This rank's rows of every tensor, each a param of its own.
 
-    They lie in one block of memory, for which numpy asks the system for huge pages. A device's pages are as large; with
-    small ones a change in a larger model costs more, for the walk to its page.
+    They lie in one block of memory, for which numpy asks the system for huge pages: a device's are as large.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, rank: int, ranks: int) -> None:

@@ -362,6 +362,36 @@ def test_doctor_says_what_is_no_directory_and_what_cannot_be_written(run, tmp_pa
     assert (told["stream"]["directory"], told["stream"]["writable"]) == ("exists", False)
 
 
+@pytest.mark.parametrize(
+    ("missing", "has_device", "told"),
+    [
+        ({"torch", "triton"}, True, "not usable: torch and triton not installed"),
+        (set(), False, "not usable: no NVIDIA device"),
+        ({"nvidia"}, True, "Triton applies, the host decodes"),
+        (set(), True, "Triton applies, nvCOMP decodes"),
+    ],
+)
+def test_doctor_tells_whether_a_device_is_used(run, tmp_path, monkeypatch, missing, has_device, told) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name in missing else object())
+    monkeypatch.setattr("gpusync.cli.doctor.NVIDIA_DEVICES", tmp_path if has_device else tmp_path / "none")
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert told in json.loads(run("doctor", "--json")[1])["backends"]["device"]
+
+
+def test_serving_without_what_it_needs_names_the_extra(run, tmp_path, monkeypatch) -> None:
+    places = ["--source-dir", tmp_path / "a", "--local-checkpoint-dir", tmp_path / "b"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "uvicorn" else object())
+    code, _, err = run("serve", "--model", tmp_path, *places)
+    assert code == 2
+    assert "needs uvicorn: install gpusync with the extra `server`" in " ".join(err.split())
+
+
+def test_live_weights_without_torch_are_refused_by_name() -> None:
+    code = "import sys; sys.modules['torch'] = None; import gpusync; gpusync.WeightSync"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("ModuleNotFoundError: gpusync.WeightSync needs torch, which is not installed\n")
+
+
 def test_summaries_are_not_cut_and_every_option_has_its_help(run) -> None:
     from gpusync.cli.main import cli
 

@@ -326,6 +326,40 @@ def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
     engine.assert_live(2)
 
 
+def test_what_prepare_does_beside_serving_is_out_of_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding is another process's, at a lower priority; the rest keeps to the caller's thread."""
+    engine.sync.close()
+    engine.start(decode_in_process=False)
+    engine.publish()
+    prepare = RankStore.prepare
+    started: list[threading.Thread] = []
+
+    def watched(*arguments: object, **options: object) -> PreparedUpdate:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", started.append)
+            return prepare(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankStore, "prepare", watched)
+    engine.sync.prepare(1)
+    assert started == []
+    helper = engine.sync._rank.host._decoder.pid
+    assert os.getpriority(os.PRIO_PROCESS, helper) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_it_is_closed_at_the_end_of_a_with(engine: Engine) -> None:
+    engine.publish()
+    with engine.sync as sync:
+        sync.pull(1)
+    with pytest.raises(RefusedError, match="closed"):
+        sync.pull(1)
+
+
+def test_what_is_prepared_is_printed_without_its_bytes(engine: Engine) -> None:
+    prepared = engine.sync.prepare(engine.publish())
+    assert "version=1" in repr(prepared)
+    assert "memmap" not in repr(prepared)
+
+
 def test_errors_of_the_helper_are_those_of_the_work(engine: Engine) -> None:
     engine.publish(payloads={"proj.weight": b"not a frame"})
     engine.sync.close()

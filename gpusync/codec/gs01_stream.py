@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,6 @@ Ints = npt.NDArray[np.int64]
 _NO_POSITIONS: Ints = np.empty(0, np.int64)
 _NO_VALUES: npt.NDArray[Any] = np.empty(0, np.uint32)
 _NEVER = 1 << 63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """Blocks up to `stop`: unary words, how many bits of them, and the words with their fields."""
-
-    bits: tuple[U8, int, U8]
-    ones: int
-    stop: int
 
 
 class StreamReader:
@@ -76,10 +66,8 @@ class StreamReader:
         """All of the stream, instead of `take`. `marks` has a bit for each element of the part, set where another
         stream changes it."""
         while self._block < self._blocks:
-            chunk = self._read_chunk(_CHECK_BLOCKS)
-            last, pairs, is_twice = host_ops().mark_bits(*chunk.bits, span=self.span, marks=marks, **self._coded(chunk))
-            self._finish_chunk(chunk, last, pairs)
-            if is_twice:
+            positions, _ = self._decode_chunk(_CHECK_BLOCKS)
+            if host_ops().set_marks(marks, positions):
                 raise PayloadError("GS01 streams change an element twice", where=self._where)
 
     def _decode(self) -> None:
@@ -87,18 +75,15 @@ class StreamReader:
         self._positions, self._values, self._taken = _NO_POSITIONS, _NO_VALUES, 0
         self._next = self._last = _NEVER
         while not len(self._positions) and self._block < self._blocks:
-            chunk, rank = self._read_chunk(_CHUNK_BLOCKS), self._rank
-            positions, values, pairs = host_ops().decode_bits(*chunk.bits, **self._coded(chunk))
-            self._finish_chunk(chunk, int(positions[-1]) if len(positions) else -1, pairs)
-            self._values = self._read_literals(rank, chunk.ones) if self.is_literal else self._steps(values)
+            rank = self._rank
+            positions, values = self._decode_chunk(_CHUNK_BLOCKS)
+            self._values = self._read_literals(rank, len(positions)) if self.is_literal else self._steps(values)
             self._positions = positions + self.base
         if len(self._positions):
             self._next, self._last = int(self._positions[0]), int(self._positions[-1])
 
-    def _coded(self, chunk: _Chunk) -> dict[str, int]:
-        return {"first": self._rank % 32, "most": chunk.ones, "k": self._k, "v": self._v, "position": self._position}
-
-    def _read_chunk(self, blocks: int) -> _Chunk:
+    def _decode_chunk(self, blocks: int) -> tuple[Ints, npt.NDArray[np.uint32]]:
+        """Positions in the part, below its span, and values of the next blocks' changes."""
         first, stop = self._block, min(self._block + blocks, self._blocks)
         bits = min(self._bits, stop * BLOCK_BITS) - first * BLOCK_BITS
         unary = self._read(self._unary_at + first * BLOCK_BITS // 8, -(-bits // 32) * 4)
@@ -108,16 +93,18 @@ class StreamReader:
             raise self._wrong("number of ones", self._count, f"{self._rank + ones} so far")
         if is_last and int(unary.view("<u4")[-1]) >> (self._bits - 1) % 32 != 1:
             raise self._wrong("last unary bit", "a one, and zeros behind it")
-        return _Chunk(bits=(unary, bits, self._read_fields(self._k + self._v, ones)), ones=ones, stop=stop)
-
-    def _finish_chunk(self, chunk: _Chunk, last: int, pairs: Ints) -> None:
-        """`last`: the position of its last change in the part, -1 without one."""
-        self._check_index(self._block, chunk.stop, pairs)
-        if last >= self.span:
-            raise self._wrong("position", f"below {self.span}", last)
-        if chunk.stop == self._blocks:
-            self._check_end(self._k + self._v)
-        self._block, self._position, self._rank = chunk.stop, int(pairs[-1, 0]), self._rank + chunk.ones
+        width = self._k + self._v
+        fields = self._read_fields(width, ones)
+        positions, values, pairs = host_ops().decode_bits(
+            unary, bits, fields, first=self._rank % 32, most=ones, k=self._k, v=self._v, position=self._position
+        )
+        self._check_index(first, stop, pairs)
+        if ones and int(positions[-1]) >= self.span:
+            raise self._wrong("position", f"below {self.span}", int(positions[-1]))
+        if is_last:
+            self._check_end(width)
+        self._block, self._position, self._rank = stop, int(pairs[-1, 0]), self._rank + ones
+        return positions, values
 
     def _check_index(self, first: int, stop: int, pairs: Ints) -> None:
         """Its pairs must be what the bits before them add up to, or decoding by blocks would differ."""

@@ -22,7 +22,7 @@ class HostOps:
 
     name: str
     decode_bits: Callable[..., tuple[Any, Any, Any]]
-    mark_bits: Callable[..., tuple[int, Any, bool]]
+    set_marks: Callable[..., bool]
     add_steps: Callable[..., None]
     add_streams: Callable[..., None]
     change_words: Callable[..., None]
@@ -34,7 +34,7 @@ class HostOps:
 NUMPY = HostOps(
     name="numpy",
     decode_bits=host_numpy.decode_bits,
-    mark_bits=host_numpy.mark_bits,
+    set_marks=host_numpy.set_marks,
     add_steps=host_numpy.add_steps,
     add_streams=host_numpy.add_streams,
     change_words=host_numpy.change_words,
@@ -61,7 +61,7 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
     ops = HostOps(
         name="numba",
         decode_bits=host_numba.decode_bits,
-        mark_bits=host_numba.mark_bits,
+        set_marks=host_numba.set_marks,
         add_steps=host_numba.add_steps,
         add_streams=host_numba.add_streams,
         change_words=host_numba.change_words,

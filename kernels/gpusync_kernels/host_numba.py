@@ -68,23 +68,8 @@ def decode_bits(
     return positions[:found], values[:found], pairs if want_pairs else pairs[:0]
 
 
-def mark_bits(
-    unary: Bytes,
-    bits: int,
-    fields: Bytes,
-    *,
-    first: int,
-    most: int,
-    k: int,
-    v: int,
-    position: int,
-    span: int,
-    marks: Bytes,
-) -> tuple[int, Ints, bool]:
-    pairs = np.empty((-(-bits // BLOCK_BITS) + 1, 2), np.int64)
-    words = unary.view("<u4"), fields.view("<u4")
-    last, is_twice = _mark(words[0], bits, words[1], first, max(min(most, bits), 0), k, v, position, span, marks, pairs)
-    return last, pairs, is_twice
+def set_marks(marks: Bytes, positions: Ints) -> bool:
+    return bool(_set_marks(marks, positions))
 
 
 def add_steps(words: Words, index: Ints, steps: Words, *, order: int, revert: bool) -> None:
@@ -198,41 +183,13 @@ def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs
 
 
 @_compiled
-def _mark(unary, bits, fields, first, most, k, v, position, span, marks, pairs):
-    """`_decode`, with bits set instead of positions written."""
-    found, reached, is_twice = 0, int64(-1), False
-    width, low = uint64(k + v), uint64((1 << k) - 1)
-    at, last = uint64(first) * width, len(fields) - 1
-    for number in range((bits + 31) // 32):
-        if number & 31 == 0:
-            pairs[number >> 5, 0], pairs[number >> 5, 1] = position, found
-        word = uint64(unary[number])
-        left = min(bits - 32 * number, 32)
-        if left < 32:
-            word &= (uint64(1) << uint64(left)) - uint64(1)
-        passed = 0
-        while word != 0 and found < most:
-            bit = int64(trailing_zeros(word))
-            word &= word - uint64(1)
-            position += int64(bit - passed) << k
-            passed = bit + 1
-            if k != 0:
-                here = int64(at >> uint64(5))
-                field = uint64(fields[here])
-                if here < last:
-                    field |= uint64(fields[here + 1]) << uint64(32)
-                position += int64((field >> (at & uint64(31))) & low)
-            at += width
-            reached = position
-            if position < span:
-                flag = uint8(1 << (position & 7))
-                is_twice |= marks[position >> 3] & flag != 0
-                marks[position >> 3] |= flag
-            position += 1
-            found += 1
-        position += int64(left - passed) << k
-    pairs[len(pairs) - 1, 0], pairs[len(pairs) - 1, 1] = position, found
-    return reached, is_twice
+def _set_marks(marks, positions):
+    is_twice = False
+    for number in range(len(positions)):
+        at, flag = positions[number] >> 3, uint8(1 << (positions[number] & 7))
+        is_twice |= marks[at] & flag != 0
+        marks[at] |= flag
+    return is_twice
 
 
 @_compiled

@@ -60,30 +60,14 @@ def decode_bits(
     return positions, packed >> np.uint32(k), _pairs(ones, sums, bits, k, position) if want_pairs else _NO_PAIRS
 
 
-def mark_bits(
-    unary: Bytes,
-    bits: int,
-    fields: Bytes,
-    *,
-    first: int,
-    most: int,
-    k: int,
-    v: int,
-    position: int,
-    span: int,
-    marks: Bytes,
-) -> tuple[int, Ints, bool]:
-    """`(last position, pairs, whether a change stood on a mark)` of what `decode_bits` would decode; -1 without any.
-
-    Sets bit p of `marks`, counted from each byte's lowest, for every change at a position p below `span`.
+def set_marks(marks: Bytes, positions: Ints) -> bool:
+    """Sets bit p of `marks`, counted from each byte's lowest, for every p of `positions`, which are all different.
+    Returns whether one was set already.
     """
-    positions, _, pairs = decode_bits(unary, bits, fields, first=first, most=most, k=k, v=v, position=position)
-    last = int(positions[-1]) if len(positions) else -1
-    inside = positions[: positions.searchsorted(span)]
-    at, flags = inside >> 3, np.left_shift(1, inside & 7, dtype=np.uint8, casting="unsafe")
+    at, flags = positions >> 3, np.left_shift(1, positions & 7, dtype=np.uint8, casting="unsafe")
     is_twice = bool((marks[at] & flags).any())
     np.bitwise_or.at(marks, at, flags)
-    return last, pairs, is_twice
+    return is_twice
 
 
 def _ones(unary: Bytes, bits: int) -> Ints:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from gpusync.codec import Gs01Decoder, Gs01Steps, MemoryPayload, encode_gs01, open_delta, would_be
 from gpusync.codec.gs01_plan import field_bits
 from gpusync.errors import LayoutError, PayloadError, UnsupportedFormatError
-from gpusync_kernels import Payload, choose_host_ops, parse_blob, sparse_check, using_host_ops
+from gpusync_kernels import Payload, parse_blob, sparse_check, using_host_ops
 from gpusync_kernels.word_order import from_order, to_order
 from support.gs01 import read_gs01
+from support.loops import loops_of
 
 WIDTHS = [1, 2, 4, 8]
 PIECE, PART = 1 << 20, 1 << 22
@@ -26,9 +27,7 @@ PIECE, PART = 1 << 20, 1 << 22
 @pytest.fixture(params=["numpy", "numba"])
 def loops(request):
     """The host's loops: the reference, and the extra `fast`."""
-    if request.param == "numba":
-        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
-    with using_host_ops(choose_host_ops(request.param)[0]):
+    with using_host_ops(loops_of(request.param)):
         yield request.param
 
 
@@ -110,13 +109,12 @@ def test_sizes_around_pieces_and_parts(loops, count):
 
 
 def test_both_loops_write_the_same_bytes():
-    pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
     rng = np.random.default_rng(4)
     for es, order, kind in itertools.product(WIDTHS, (0, 1), ("steps", "any", "corners")):
         old, new = states(rng, 5000, es=es, order=order, density=0.1, kind=kind)
         made = []
         for name in ("numpy", "numba"):
-            with using_host_ops(choose_host_ops(name)[0]):
+            with using_host_ops(loops_of(name)):
                 made.append(encode(old, new, order))
         assert made[0] == made[1]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
-from gpusync_kernels import HostOps, SegmentTable, choose_host_ops
+from gpusync_kernels import SegmentTable
 from gpusync_kernels.segments import SEGMENT
 
 POISON = 0xA5
@@ -14,12 +13,6 @@ POISON = 0xA5
 # empty, one byte, a stripe and one less, the largest short hash and one more, a block -1 / 0 / +1, a tile of 16-byte
 # units (16 KiB) -1 / 0 / +1, and an odd size over two tiles
 SIZES = (0, 1, 63, 64, 240, 241, 1023, 1024, 1025, 16383, 16384, 16385, 40_003)
-
-
-def loops_of(name: str) -> HostOps:
-    if name == "numba":
-        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
-    return choose_host_ops(name)[0]
 
 
 def random_bytes(rng: np.random.Generator, nbytes: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 from gs01_blobs import changed_words, encode_blob
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import assert_same_bytes, loops_of, poisoned
+from kernel_cases import assert_same_bytes, poisoned
 
 from gpusync_kernels import (
     Payload,
@@ -26,6 +26,7 @@ from gpusync_kernels import (
 )
 from gpusync_kernels.host_numpy import pack_fields, step_of, unpack_fields
 from gpusync_kernels.word_order import from_order, to_order
+from support.loops import loops_of
 
 
 @st.composite
@@ -238,25 +239,14 @@ def test_finding_stops_at_most(loops):
 
 
 @pytest.mark.parametrize("loops", ["numpy", "numba"])
-@given(changes(), st.sampled_from([0, 1, 7, 1 << 30]))
-def test_marks_are_where_bits_decode_to(loops, change, span):
-    """What is there already, what is met twice, and what lies behind the span."""
-    _, _, blob = change
-    parsed = parse_blob(blob, blob.size)
-    head, (_, _, unary_at, fields_at, _) = parsed.streams[0], parsed.offsets[0].tolist()
-    k, v, count, bits = (int(head[name]) for name in ("k", "v", "count", "nbits"))
-    unary, fields = blob[unary_at : unary_at + -(-bits // 32) * 4], blob[fields_at:][: -(-count * (k + v) // 32) * 4]
-    coded = {"first": 0, "most": count, "k": k, "v": v, "position": 0}
-    ops, span = loops_of(loops), min(span, parsed.elements)
-    positions, _, pairs = ops.decode_bits(unary, bits, fields, **coded)
-    expected = np.zeros(-(-max(parsed.elements, 8) // 8) * 8, np.bool_)
-    expected[positions[positions < span]] = True
-    marks = np.zeros(len(expected) // 8, np.uint8)
-    last, told, is_twice = ops.mark_bits(unary, bits, fields, **coded, span=span, marks=marks)
-    assert (last, is_twice) == (positions[-1], False)
-    assert told.tolist() == pairs.tolist()
-    assert np.unpackbits(marks, bitorder="little").tolist() == expected.tolist()
-    assert ops.mark_bits(unary, bits, fields, **coded, span=span, marks=marks)[2] == expected.any()
+@given(first=st.sets(st.integers(0, 99)), second=st.sets(st.integers(0, 99)))
+def test_marks(loops, first, second):
+    """Those of two streams of one part: set, and told where they meet."""
+    marks = np.zeros(13, np.uint8)
+    assert loops_of(loops).set_marks(marks, np.array(sorted(first), np.int64)) is False
+    met = loops_of(loops).set_marks(marks, np.array(sorted(second), np.int64))
+    assert met == bool(first & second)
+    assert np.flatnonzero(np.unpackbits(marks, bitorder="little")).tolist() == sorted(first | second)
 
 
 @pytest.mark.parametrize("loops", ["numpy", "numba"])

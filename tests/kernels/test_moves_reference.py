@@ -11,7 +11,6 @@ from kernel_cases import (
     brute_pairs,
     extent,
     flat_cases,
-    loops_of,
     poisoned,
     random_bytes,
     strided_cases,
@@ -41,6 +40,7 @@ from gpusync_kernels import (
     xor_words,
 )
 from gpusync_kernels.cast import FORMATS, narrow, widen
+from support.loops import loops_of
 
 
 def as_torch(array):

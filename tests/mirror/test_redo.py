@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gpusync.codec.compact import changed_positions
 from gpusync.errors import JournalError
 from gpusync.mirror.redo import CHECKSUM, HEADER, RedoWriter, read_records
-from gpusync_kernels import choose_host_ops, using_host_ops
+from gpusync_kernels import using_host_ops
+from support.loops import loops_of
 
 
 def windows(seed: int, elements: int, width: int, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -35,11 +36,9 @@ def windows(seed: int, elements: int, width: int, share: float) -> tuple[np.ndar
 def test_changed_positions_are_those_of_a_plain_comparison(
     loops: Literal["numpy", "numba"], seed: int, elements: int, width: int, share: float
 ) -> None:
-    if loops == "numba":
-        pytest.importorskip("numba", reason="numba, the extra `fast`, is not installed")
     old, new = windows(seed, elements, width, share)
     plain = np.flatnonzero((old != new).reshape(-1, width).any(axis=1))
-    with using_host_ops(choose_host_ops(loops)[0]):
+    with using_host_ops(loops_of(loops)):
         found = changed_positions(old, new, element_bytes=width)
         without_old = changed_positions(None, old ^ new, element_bytes=width)
     assert found.dtype == without_old.dtype == np.uint32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,23 @@ def test_work_beside_serving_is_done_when_it_ends(memory: Memory) -> None:
     assert np.array_equal(memory.download(found), random_bytes(10 * PINNED))
     with pytest.raises(KeyError), memory.beside():
         raise KeyError
+
+
+def test_a_device_works_beside_serving_on_one_stream_of_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_cuda.install(monkeypatch)
+    entered: list[emulated_cuda.Stream] = []
+
+    def enter(stream: emulated_cuda.Stream) -> nullcontext[None]:
+        entered.append(stream)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    memory = DeviceMemory("cpu")
+    for _ in range(2):
+        with memory.beside():
+            pass
+    assert entered[0] is entered[1]
+    assert entered[0].priority == 0  # more is asked for by lower numbers
 
 
 def test_pinned_memory_is_bounded_whatever_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

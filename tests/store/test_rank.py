@@ -20,6 +20,7 @@ from gpusync.store.operations import BlobSteps, MovedBytes, OverwriteWords, Plan
 from gpusync.store.preparing import Windows
 from gpusync.store.rank import RankStore
 from gpusync.store.tensor_update import TensorUpdate
+from gpusync.store.update import PreparedUpdate
 from gpusync.stream import element_bytes, is_float_order
 from gpusync_kernels.segments import Rows
 from support.models import ModelConfig, TinyModel, fresh_load, make_state, reader_of, specs_of, tensor_bytes
@@ -108,6 +109,16 @@ class Rank:
         writer.close()
         return updates, StepFiles(path)
 
+    def goes_and_comes_back(self, prepared: PreparedUpdate, state: Mapping[str, torch.Tensor]) -> None:
+        """After the commit the params are those of a fresh load of `state`, after a roll-back what they were."""
+        before = self.live()
+        self.store.commit(prepared)
+        assert self.store.verify(prepared) is None
+        self.model.post_load()
+        assert_same(self.model, fresh_load(self.config, ALONE, state))
+        self.store.roll_back(prepared)
+        assert self.live() == before
+
     def live(self) -> dict[str, bytes]:
         return {name: tensor_bytes(tensor).tobytes() for name, tensor in self.params.items()}
 
@@ -125,12 +136,7 @@ def test_commit_equals_a_fresh_load_and_roll_back_the_old_one(tmp_path: Path, fo
     before = rank.live()
     prepared = rank.store.prepare(*rank.update(tmp_path / "compact", [(form, after)]))
     assert rank.live() == before
-    rank.store.commit(prepared)
-    assert rank.store.verify(prepared) is None
-    rank.model.post_load()
-    assert_same(rank.model, fresh_load(config, ALONE, after))
-    rank.store.roll_back(prepared)
-    assert rank.live() == before
+    rank.goes_and_comes_back(prepared, after)
     assert {name: tensor.data_ptr() for name, tensor in rank.params.items()} == addresses
 
 
@@ -164,12 +170,7 @@ def test_a_chain_of_every_form_in_one_commit(tmp_path: Path, staging_bytes: int,
     assert (prepared.kept == []) == has_base
     assert (prepared.streamed_bytes > 0) == (staging_bytes < 1 << 30)
     assert rank.live() == before
-    rank.store.commit(prepared)
-    assert rank.store.verify(prepared) is None
-    rank.model.post_load()
-    assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
-    rank.store.roll_back(prepared)
-    assert rank.live() == before
+    rank.goes_and_comes_back(prepared, chain[-1][1])
 
 
 def test_a_window_of_prepare_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,15 +198,9 @@ def test_lanes_beside_each_other_do_what_one_does(tmp_path: Path, monkeypatch: p
     config = ModelConfig()
     state = make_state(config)
     rank, chain = Rank(config, state), mixed_chain(state)
-    before = rank.live()
     prepared = rank.store.prepare(*rank.update(tmp_path / "compact", chain), base=Base(state))
     assert len(prepared.lanes) == 3
-    rank.store.commit(prepared)
-    assert rank.store.verify(prepared) is None
-    rank.model.post_load()
-    assert_same(rank.model, fresh_load(config, ALONE, chain[-1][1]))
-    rank.store.roll_back(prepared)
-    assert rank.live() == before
+    rank.goes_and_comes_back(prepared, chain[-1][1])
 
 
 @pytest.mark.parametrize("staging_bytes", [1, 1 << 30])

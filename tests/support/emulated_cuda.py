@@ -17,7 +17,7 @@ SCRATCH_PER_BYTE = 3.1
 
 class Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.ptr, self.cuda_stream = 0, 7, 7
+        self.device, self.ptr, self.cuda_stream, self.priority = 0, 7, 7, priority
 
     def wait_stream(self, other: Stream) -> None: ...
     def wait_event(self, event: Event) -> None: ...

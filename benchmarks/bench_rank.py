@@ -234,7 +234,7 @@ class Rank:
                 element_bytes=2,
                 float_order=True,
             )
-            yield writer.add(decoder, stored, nbytes=self.tensor_bytes, element_bytes=2)
+            yield writer.add(decoder, nbytes=self.tensor_bytes, element_bytes=2)
         writer.close()
 
     def _compare(self, variants: Sequence[torch.Tensor], after: str) -> None:

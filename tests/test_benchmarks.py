@@ -150,7 +150,9 @@ def test_bench_wire_compares_encodings_on_a_stream_and_over_densities(tmp_path):
         assert 1 < row["of order 0"] < row["of by exponent"]
     by_density = {row["changed %"]: row for row in sweep["rows"]}
     assert by_density[0]["form"] == "unchanged"
-    assert by_density[1]["chosen %"] == by_density[1]["GS01 %"] < by_density[1]["step planes %"]
+    assert by_density[1]["chosen %"] < by_density[1]["GS01 %"] < by_density[1]["step planes %"]
+    assert by_density[5]["chosen %"] == by_density[5]["GS01 %"] < by_density[5]["step planes %"]
+    assert (by_density[1]["form"], by_density[5]["form"]) == ("GP01", "GS01")
     assert by_density[100]["chosen %"] == by_density[100]["step planes %"] < by_density[100]["full %"]
     assert len([note for note in sweep["notes"] if note.endswith("met)")]) == 2
     assert not plot.exists() or plot.stat().st_size > 1000

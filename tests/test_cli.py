@@ -166,7 +166,7 @@ def test_inspect_goes_on_after_a_version_that_cannot_be_read(run, site, states) 
 
 
 @pytest.mark.parametrize(
-    ("encoding", "form"), [("xor", "xor"), ("overwrite", "overwrite"), ("gpusync", "GS01"), (None, "BF16[64, 48]")]
+    ("encoding", "form"), [("xor", "xor"), ("overwrite", "overwrite"), ("gpusync", "GP01"), (None, "BF16[64, 48]")]
 )
 def test_inspect_a_version_by_tensor(run, site, encoding: str | None, form: str) -> None:
     new = write_checkpoint(site.base.with_name("new"), changed(site.state, 1))

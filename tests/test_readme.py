@@ -22,6 +22,7 @@ from gpusync.endpoint.client import Client
 from gpusync.engines.module import weight_sync
 from gpusync.trainers import named_tensors
 from support.gf01 import decode_gf01
+from support.gp01 import decode_gp01
 from support.gs01 import decode_gs01
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,6 +202,7 @@ def test_every_error_exists() -> None:
     ("form", "old", "new"),
     [
         ("gs01", [0, 0x3F80, 2, 3, 4, 0x8001, 6, 7], [0, 0x3F81, 2, 3, 4, 0x8003, 6, 7]),
+        ("gp01", [0, 0x3F80, 2, 3, 4, 0x8001, 6, 7], [0, 0x3F81, 2, 3, 4, 0x8003, 6, 7]),
         ("gf01", [0x3F80, 0x8001], [0x3F81, 0x8003]),
     ],
 )
@@ -211,5 +213,5 @@ def test_the_examples_of_payloads_decode(form: str, old: list[int], new: list[in
     target = before.copy()
     apply_whole(MemoryPayload(payload), target, encoding="gpusync", element_bytes=2, float_order=True)
     np.testing.assert_array_equal(target, after)
-    independent = {"gs01": decode_gs01, "gf01": decode_gf01}[form]
+    independent = {"gs01": decode_gs01, "gp01": decode_gp01, "gf01": decode_gf01}[form]
     np.testing.assert_array_equal(independent(payload, before, "BF16"), after)

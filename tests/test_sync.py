@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpusync import Publisher
 from gpusync.errors import ChainError, DigestMismatchError, PayloadError, RefusedError
 from gpusync.store.rank import RankStore
 from gpusync.store.update import PreparedUpdate
@@ -47,6 +48,21 @@ def test_versions_are_committed_in_place(engine: Engine) -> None:
         assert report.chain == (version,)
         engine.assert_live(version)
     assert {name: tensor.data_ptr() for name, tensor in engine.model.named_parameters()} == addresses
+
+
+@pytest.mark.parametrize(("form", "most_packed"), [("GP01", 1 << 13), ("GS01", 0)])
+def test_steps_arrive_packed_and_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str, most_packed: int
+) -> None:
+    """What our publisher makes of small changes, and what it would make of many."""
+    monkeypatch.setattr("gpusync.codec.gs01_encode.MAX_PACKED_CHANGES", most_packed)
+    publisher = Publisher(engine.root / "stream", base_dir=engine.root / "base", encoding="gpusync")
+    for version in (1, 2):
+        engine.states.append(step(engine.states[-1], version))
+        assert publisher.publish(engine.states[-1].items()).forms[form] >= 10
+    report = engine.sync.pull(2)
+    assert (report.chain, report.commit_path) == ((1, 2), "in place")
+    engine.assert_live(2)
 
 
 def test_a_lagging_engine_takes_several_versions_at_once(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from gpusync.codec.gf01_layout import Gf01Layout
 from gpusync.codec.gf01_layout import read_layout as read_gf01_layout
 from gpusync.codec.gs01 import GS01_MAGIC, Gs01Decoder
 from gpusync.codec.gs01_encode import Gs01Steps, encode_gs01
+from gpusync.codec.gs01_packed import GP01_MAGIC
 from gpusync.codec.overwrite import OverwriteDecoder, encode_overwrite
 from gpusync.codec.payload import U8, MemoryPayload, Payload
 from gpusync.codec.windows import WINDOW_BYTES, Windows
@@ -28,6 +29,7 @@ __all__ = [
     "FULL",
     "FULL_PLANES",
     "GF01_MAGIC",
+    "GP01_MAGIC",
     "GS01_MAGIC",
     "STEP_PLANES",
     "TRANSFORM_NAMES",

@@ -1,7 +1,7 @@
 """Chooses the form of one tensor's payload: the smallest, without encoding what plainly is not.
 
-A histogram of the steps says what GS01 will take, a sample what a full form would; only what stays in question is
-encoded.
+A histogram of the steps says what GS01 or GP01 will take, a sample what a full form would; only what stays in
+question is encoded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from gpusync.codec.windows import total_bytes
 from gpusync.errors import NOWHERE, Where
 
 UNCHANGED = "unchanged"
-GS01 = "GS01"
 
-# Shares of the tensor: up to the first GS01 is taken without a look at step planes, up to the second a sample of them
+# Shares of the tensor: up to the first steps are taken without a look at step planes, up to the second a sample of them
 # decides whether they are encoded too, above it they always are.
 _SPARSE, _DENSE = 0.10, 0.25
 # Below this share no full form is looked at, not even in a sample.
@@ -81,15 +80,20 @@ class _Options:
 
 
 def _choose_steps(old: U8 | Payload, new: U8 | Payload, steps: Gs01Steps, options: _Options, nbytes: int) -> _Candidate:
-    """What is made of the difference: GS01 where it is sparse, else the smaller of GS01 and step planes."""
+    """What is made of the difference: steps where it is sparse, else the smaller of steps and step planes."""
     share = steps.nbytes / max(1, nbytes)
     if share <= _SPARSE or (share <= _DENSE and _promised_planes(old, new, options, nbytes) >= share):
-        return steps.encode(), GS01
+        return _encode_steps(steps)
     planes = options.encode(old, new, STEP_PLANES)
     if len(planes[0]) <= steps.nbytes:
         return planes
-    sparse = steps.encode()
-    return (sparse, GS01) if len(sparse) < len(planes[0]) else planes
+    sparse = _encode_steps(steps)
+    return sparse if len(sparse[0]) < len(planes[0]) else planes
+
+
+def _encode_steps(steps: Gs01Steps) -> _Candidate:
+    payload = steps.encode()
+    return payload, payload[:4].decode()
 
 
 def _promised_planes(old: U8 | Payload, new: U8 | Payload, options: _Options, nbytes: int) -> float:

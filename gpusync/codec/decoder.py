@@ -6,8 +6,9 @@ from typing import Protocol
 
 from gpusync.codec.gf01 import GF01_MAGIC, Gf01Decoder
 from gpusync.codec.gs01 import GS01_MAGIC, Gs01Decoder
+from gpusync.codec.gs01_packed import GP01_MAGIC, expand
 from gpusync.codec.overwrite import OverwriteDecoder
-from gpusync.codec.payload import U8, Payload, read_head
+from gpusync.codec.payload import U8, MemoryPayload, Payload, read_head
 from gpusync.codec.windows import WINDOW_BYTES
 from gpusync.codec.xor import XorDecoder
 from gpusync.errors import NOWHERE, LayoutError, PayloadError, UnsupportedFormatError, Where
@@ -15,7 +16,7 @@ from gpusync.errors import NOWHERE, LayoutError, PayloadError, UnsupportedFormat
 ENCODINGS = ("xor", "overwrite", "gpusync")
 # A payload of our own that later readers will know.
 _LATER_MAGICS = (b"GS02",)
-_FORMS = f"{GS01_MAGIC.decode()} or {GF01_MAGIC.decode()}"
+PAYLOAD_FORMS = f"{GS01_MAGIC.decode()}, {GP01_MAGIC.decode()} or {GF01_MAGIC.decode()}"
 
 
 class DeltaDecoder(Protocol):
@@ -90,12 +91,15 @@ def _open_gpusync(payload: Payload, *, nbytes: int, element_bytes: int, where: W
     magic = read_head(payload, 4)
     if magic == GF01_MAGIC:
         return Gf01Decoder(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
+    if magic == GP01_MAGIC:
+        expanded = expand(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
+        return Gs01Decoder(MemoryPayload(expanded), nbytes=nbytes, element_bytes=element_bytes, where=where)
     if magic == GS01_MAGIC:
         return Gs01Decoder(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
     if magic in _LATER_MAGICS:
         raise UnsupportedFormatError(
-            "payload form is not supported", where=where, expected=_FORMS, found=magic.decode()
+            "payload form is not supported", where=where, expected=PAYLOAD_FORMS, found=magic.decode()
         )
     raise PayloadError(
-        "payload is none of gpusync's forms", where=where, expected=_FORMS, found=magic.hex() or "nothing"
+        "payload is none of gpusync's forms", where=where, expected=PAYLOAD_FORMS, found=magic.hex() or "nothing"
     )

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpusync.codec.decoder import PAYLOAD_FORMS
 from gpusync.codec.frame_header import MAX_FRAME_HEADER_BYTES, frame_info
 from gpusync.codec.gf01_layout import GF01_MAGIC, HEADER_BYTES, TRANSFORM_NAMES
+from gpusync.codec.gs01_packed import GP01_MAGIC, packed_claims
 from gpusync.codec.payload import Payload, read_head
 from gpusync.errors import NOWHERE, PayloadError, Where
 from gpusync_kernels.gs01 import HEAD, head_bytes, parse_blob
@@ -34,8 +36,13 @@ class PayloadSummary:
 def summarise_payload(payload: Payload, *, encoding: str, where: Where = NOWHERE) -> PayloadSummary:
     """Raises PayloadError for a head that is no payload of `encoding`."""
     head = read_head(payload, max(MAX_FRAME_HEADER_BYTES, HEADER_BYTES))
+    if encoding == "gpusync" and head[:4] == GS01_MAGIC:
+        return _summarise_gs01(payload, where)
+    if encoding == "gpusync" and head[:4] == GP01_MAGIC:
+        tensor_bytes, bytes_changed = packed_claims(payload, where=where)
+        return PayloadSummary(form=GP01_MAGIC.decode(), tensor_bytes=tensor_bytes, bytes_changed=bytes_changed)
     if encoding == "gpusync":
-        return _summarise_gs01(payload, where) if head[:4] == GS01_MAGIC else _summarise_gf01(head, where)
+        return _summarise_gf01(head, where)
     size = frame_info(head, where=where).content_size
     if encoding == "overwrite":
         changed = None if size is None else max(0, size - COUNT_BYTES) // ENTRY_BYTES
@@ -61,8 +68,7 @@ def _summarise_gs01(payload: Payload, where: Where) -> PayloadSummary:
 def _summarise_gf01(head: bytes, where: Where) -> PayloadSummary:
     if head[:4] != GF01_MAGIC or len(head) < HEADER_BYTES or head[4] >= len(TRANSFORM_NAMES):
         raise PayloadError(
-            "payload is none of gpusync's forms", where=where,
-            expected=f"{GS01_MAGIC.decode()} or {GF01_MAGIC.decode()}", found=head[:4].hex(),
-        )  # fmt: skip
+            "payload is none of gpusync's forms", where=where, expected=PAYLOAD_FORMS, found=head[:4].hex()
+        )
     (raw_bytes,) = struct.unpack_from("<Q", head, 8)
     return PayloadSummary(form=f"GF01 {TRANSFORM_NAMES[head[4]]}", tensor_bytes=raw_bytes)

@@ -51,10 +51,11 @@ class Gf01Decoder:
 
     The header, the table of frames and all padding are checked when it is opened, each frame just before it is used.
     Holds, for each plane, one decoded frame and one chunk of stored bytes. `transform`, `element_bytes`, `float_order`
-    and `raw_bytes` are the payload's; `read_raw` gives what it decodes to before it is applied.
+    and `raw_bytes` are those of `payload`; `read_raw` gives what it decodes to before it is applied.
     """
 
     def __init__(self, payload: Payload, *, nbytes: int, element_bytes: int, where: Where = NOWHERE) -> None:
+        self.payload = payload
         layout = read_layout(payload, nbytes=nbytes, element_bytes=element_bytes, where=where)
         self.transform, self.raw_bytes = layout.transform, layout.raw_bytes
         self.element_bytes, self.float_order = layout.element_bytes, layout.float_order

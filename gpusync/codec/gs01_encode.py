@@ -1,11 +1,11 @@
-"""Encodes GS01 payloads: one look at both states finds the steps and what they will take, a second writes the streams.
+"""Encodes steps, as GP01 or GS01: one look at both states finds them and what they will take, a second writes streams.
 
-The layout is drawn in `gpusync_kernels.gs01`.
+The layouts are drawn in `gpusync.codec.gs01_packed` and `gpusync_kernels.gs01`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpusync.codec.gs01_exact import EXACT_CHANGES, choose_k, exact_streams
-from gpusync.codec.gs01_plan import CLASSES, LITERAL_CLASS, PartPlans, StreamPlan, plan_streams
+from gpusync.codec.gs01_packed import MAX_PACKED_CHANGES, EncodedStream, StreamHead, pack
+from gpusync.codec.gs01_plan import BLOB, CLASSES, LITERAL_CLASS, PACKED, PartPlans, StreamPlan, plan_streams
 from gpusync.codec.payload import U8, Payload, as_bytes
 from gpusync.codec.windows import total_bytes
 from gpusync.errors import NOWHERE, LayoutError, Where
-from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD, LITERAL, MAGIC
+from gpusync_kernels.gs01 import END_BYTES, HEAD, LITERAL, MAGIC
 from gpusync_kernels.host import host_ops
 from gpusync_kernels.host_numpy import gaps_of
 
@@ -60,12 +61,20 @@ class _Steps:
 class Gs01Steps:
     """The difference of two states of a tensor, ready to be encoded.
 
-    `changed`: how many elements differ. `nbytes`: about what the blob will take. `old` and `new` are arrays or sources
-    and must not change before `encode` has returned. Holds at most KEEP_BYTES and a few pieces.
+    `changed`: how many elements differ. `nbytes`: about what the payload will take: GP01 where changes are few (and
+    `packs`), else GS01. `old` and `new` are arrays or sources and must not change before `encode` has returned. Holds
+    at most KEEP_BYTES and a few pieces.
     """
 
     def __init__(
-        self, old: U8 | Payload, new: U8 | Payload, *, element_bytes: int, float_order: bool, where: Where = NOWHERE
+        self,
+        old: U8 | Payload,
+        new: U8 | Payload,
+        *,
+        element_bytes: int,
+        float_order: bool,
+        packs: bool = True,
+        where: Where = NOWHERE,
     ) -> None:
         nbytes = total_bytes(new, nbytes=total_bytes(old, nbytes=None), where=where)
         if element_bytes not in (1, 2, 4, 8) or nbytes % element_bytes:
@@ -77,6 +86,7 @@ class Gs01Steps:
         self._element_bytes, self._order = element_bytes, int(float_order)
         self._elements = nbytes // element_bytes
         self._kept: dict[int, _Steps] = {}
+        self._packs = packs
         self._plan()
 
     @property
@@ -89,26 +99,33 @@ class Gs01Steps:
 
     def encode(self) -> bytes:
         """The payload. There must be a change."""
-        descriptors: list[bytes] = []
-        bodies: list[bytes] = []
+        write = pack if self._is_packed else write_blob
+        return write(
+            list(self._streams()), element_bytes=self._element_bytes, order=self._order, part_log2=self._part_log2,
+            elements=self._elements,
+        )  # fmt: skip
+
+    @property
+    def _is_packed(self) -> bool:
+        return self._packs and self.changed <= MAX_PACKED_CHANGES
+
+    def _streams(self) -> Iterator[EncodedStream]:
+        is_exact, is_packed = self.changed <= EXACT_CHANGES, self._is_packed
         for part in range(len(self._spans)):
             steps = self._part(part)
             if not len(steps.positions):
                 continue
-            exact = self.changed <= EXACT_CHANGES
-            plans = exact_streams(steps.positions, steps.sizes, steps.classes) if exact else self._plans.streams(part)
+            if is_exact:
+                plans = exact_streams(steps.positions, steps.sizes, steps.classes, is_packed=is_packed)
+            else:
+                plans = self._plans.streams(part)
             for plan in [*plans, None]:
-                stream = _encode_stream(steps, plan, part)
+                stream = _encode_stream(steps, plan, part, is_packed)
                 if stream is not None:
-                    descriptors.append(stream[0])
-                    bodies.extend(stream[1])
-        head = HEAD.pack(
-            MAGIC, self._element_bytes, self._order, self._part_log2, 0, self._elements, len(descriptors), 0
-        )
-        return b"".join((head, *descriptors, *bodies, bytes(END_BYTES)))
+                    yield stream
 
     def _plan(self) -> None:
-        """Looks at every piece, and takes the part size that promises the smaller blob."""
+        """Looks at every piece, and takes the part size that promises the smaller payload."""
         pieces = -(-self._elements >> PIECE_LOG2)
         self._histogram = np.zeros((pieces, CLASSES), np.int64)
         kept = 0
@@ -121,6 +138,7 @@ class Gs01Steps:
             if steps.nbytes <= _KEEP_SHARE * (self._element_bytes << PIECE_LOG2) and kept + steps.nbytes <= KEEP_BYTES:
                 self._kept[piece] = steps
                 kept += steps.nbytes
+        overhead = PACKED if self._is_packed else BLOB
         best: tuple[int, Ints, PartPlans] | None = None
         for log2 in PART_LOG2:
             if self._elements <= 1 << log2 - 1 and log2 != PART_LOG2[-1]:
@@ -128,7 +146,7 @@ class Gs01Steps:
             spans = np.minimum(self._elements - (np.arange(-(-self._elements >> log2)) << log2), 1 << log2)
             starts = np.arange(0, pieces, 1 << log2 - PIECE_LOG2)
             histogram = np.add.reduceat(self._histogram, starts) if pieces else self._histogram
-            plans = plan_streams(histogram, spans, element_bytes=self._element_bytes)
+            plans = plan_streams(histogram, spans, element_bytes=self._element_bytes, overhead=overhead)
             # Smaller parts cost next to nothing where changes are dense, and hold the memory down.
             is_dense = self.changed > _DENSE * self._elements
             if best is None or is_dense or plans.nbytes < best[2].nbytes:
@@ -204,13 +222,22 @@ class Gs01Steps:
 def encode_gs01(
     old: U8 | Payload, new: U8 | Payload, *, element_bytes: int, float_order: bool, where: Where = NOWHERE
 ) -> bytes | None:
-    """The payload that turns `old` into `new`, or None if they are equal. Exact for all bit patterns."""
-    steps = Gs01Steps(old, new, element_bytes=element_bytes, float_order=float_order, where=where)
+    """The GS01 blob that turns `old` into `new`, or None if they are equal. Exact for all bit patterns."""
+    steps = Gs01Steps(old, new, element_bytes=element_bytes, float_order=float_order, packs=False, where=where)
     return steps.encode() if steps.changed else None
 
 
-def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[bytes, Iterator[bytes]] | None:
-    """A stream's descriptor and body; the literal stream without a plan. None if it would be empty."""
+def write_blob(
+    streams: Sequence[EncodedStream], *, element_bytes: int, order: int, part_log2: int, elements: int
+) -> bytes:
+    """The GS01 blob of these streams."""
+    head = HEAD.pack(MAGIC, element_bytes, order, part_log2, 0, elements, len(streams), 0)
+    bodies = (piece for stream in streams for piece in _body(stream))
+    return b"".join((head, *(stream.head.to_bytes() for stream in streams), *bodies, bytes(END_BYTES)))
+
+
+def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int, is_packed: bool) -> EncodedStream | None:
+    """A stream of steps; the literal stream without a plan. None if it would be empty."""
     if plan is None:
         some = np.flatnonzero(steps.classes == LITERAL_CLASS)
         first, v, kind = 0, 0, LITERAL
@@ -224,10 +251,15 @@ def _encode_stream(steps: _Steps, plan: StreamPlan | None, part: int) -> tuple[b
     if not len(some):
         return None
     positions = steps.positions[some].astype(np.int64)
-    k = choose_k(gaps_of(positions), 32 - v)[0]
-    bits, *arrays = host_ops().pack_changes(positions, values, k=k, v=v)
-    descriptor = np.array([(len(some), bits, part, first, k, v, kind)], DESCRIPTOR)
-    return descriptor.tobytes(), _body(steps.literals if plan is None else None, arrays)
+    k = choose_k(gaps_of(positions), 32 - v, is_packed=is_packed)[0]
+    bits, index, unary, fields = host_ops().pack_changes(positions, values, k=k, v=v)
+    return EncodedStream(
+        head=StreamHead(count=len(some), nbits=bits, part=part, g=first, k=k, v=v, kind=kind),
+        literals=steps.literals if kind == LITERAL else steps.literals[:0],
+        index=index,
+        unary=unary,
+        fields=fields,
+    )
 
 
 def _count_classes(classes: npt.NDArray[np.uint8]) -> Ints:
@@ -238,11 +270,11 @@ def _count_classes(classes: npt.NDArray[np.uint8]) -> Ints:
     return counts
 
 
-def _body(literals: Words | None, arrays: list[Any]) -> Iterator[bytes]:
-    if literals is not None:
-        yield literals.tobytes()
-        yield bytes(-literals.nbytes % 8)
-    yield from (array.tobytes() for array in arrays)
+def _body(stream: EncodedStream) -> Iterator[Words | bytes]:
+    yield stream.literals
+    yield bytes(-stream.literals.nbytes % 8)
+    arrays = (stream.index, stream.unary, stream.fields)
+    yield from arrays
     yield bytes(-sum(array.nbytes for array in arrays) % 8)
 
 

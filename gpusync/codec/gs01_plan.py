@@ -1,4 +1,4 @@
-"""Plans GS01 streams from histograms: which classes of steps share a stream, and how many bytes that will take. Pure.
+"""Plans streams of steps from histograms: which classes share a stream, and how many bytes that will take. Pure.
 
 A class is the floor of log2 of a step's magnitude. Each stream pays for its positions and for a field as wide as its
 largest step: few streams save positions, many save field bits. The cheapest cut into consecutive classes is found by
@@ -19,13 +19,25 @@ from gpusync_kernels.gs01 import DESCRIPTOR, END_BYTES, HEAD
 LITERAL_CLASS = 15
 CLASSES = LITERAL_CLASS + 1
 
-# Beside its descriptor a stream has an index pair at least, and about 8 bytes of padding and unused bits.
-_STREAM_BITS = 8 * (DESCRIPTOR.itemsize + 16)
-# A Rice-coded position takes about log2(gap) + 1.5 bits, and its share of the index.
+# A Rice-coded position takes about log2(gap) + 1.5 bits.
 _POSITION_BITS = 1.5
-_INDEX_SHARE = 1 + 64 / 1024
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What a form adds: bytes to a payload, bits to each of its streams, and what an index makes of a unary bit."""
+
+    nbytes: int
+    stream_bits: int
+    unary_bit: float
+
+
+# Beside its descriptor a stream has an index pair at least, and about 8 bytes of padding and unused bits.
+BLOB = Overhead(nbytes=HEAD.size + END_BYTES, stream_bits=8 * (DESCRIPTOR.itemsize + 16), unary_bit=1 + 64 / 1024)
+# A GP01 descriptor takes about 7 bytes, unused bits one.
+PACKED = Overhead(nbytes=9, stream_bits=8 * 8, unary_bit=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +77,29 @@ _FIELD_BITS = np.array(
 )
 
 
-def plan_streams(histogram: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], *, element_bytes: int) -> PartPlans:
+def plan_streams(
+    histogram: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], *, element_bytes: int, overhead: Overhead
+) -> PartPlans:
     """`histogram` [parts, CLASSES]: changes of each class; `spans` [parts]: elements of each part."""
     counts = np.zeros((len(histogram), CLASSES), np.int64)
     np.cumsum(histogram[:, :LITERAL_CLASS], axis=1, out=counts[:, 1:])
-    costs = _bits(counts[:, None, :] - counts[:, :, None], spans[:, None, None], _FIELD_BITS)
+    costs = _bits(counts[:, None, :] - counts[:, :, None], spans[:, None, None], _FIELD_BITS, overhead)
     best = np.zeros((len(histogram), CLASSES))
     starts = np.zeros((len(histogram), CLASSES), np.int64)
     for stop in range(1, CLASSES):
         up_to = best[:, :stop] + costs[:, :stop, stop]
         starts[:, stop] = up_to.argmin(axis=1)
         best[:, stop] = up_to.min(axis=1)
-    literals = _bits(histogram[:, LITERAL_CLASS], spans, np.array(8 * element_bytes))
-    nbytes = HEAD.size + END_BYTES + int((best[:, -1] + literals).sum() / 8)
+    literals = _bits(histogram[:, LITERAL_CLASS], spans, np.array(8 * element_bytes), overhead)
+    nbytes = overhead.nbytes + int((best[:, -1] + literals).sum() / 8)
     return PartPlans(nbytes=nbytes, _starts=starts, _counts=counts)
 
 
-def _bits(changes: npt.NDArray[np.int64], span: npt.NDArray[np.int64], width: npt.NDArray[Any]) -> Floats:
+def _bits(
+    changes: npt.NDArray[np.int64], span: npt.NDArray[np.int64], width: npt.NDArray[Any], overhead: Overhead
+) -> Floats:
     """The bits of a stream; 0 without changes. In a dense one a gap is a bit for each element."""
     gap = span / np.maximum(changes, 1)
-    position = np.minimum(gap * _INDEX_SHARE, np.log2(gap) + _POSITION_BITS * _INDEX_SHARE)
-    bits: Floats = np.where(changes > 0, _STREAM_BITS + changes * (position + width), 0.0)
+    position = np.minimum(gap * overhead.unary_bit, np.log2(gap) + _POSITION_BITS * overhead.unary_bit)
+    bits: Floats = np.where(changes > 0, overhead.stream_bits + changes * (position + width), 0.0)
     return bits

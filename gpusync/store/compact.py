@@ -2,9 +2,10 @@
 
 A step is what one delta does to its tensor, in a form that does not depend on the base. `xor` and `overwrite` are
 decoded into windows of at most 16 MiB of the tensor; a window is sparse (positions and words) or, where that would not
-be smaller, plain bytes. `gs01` and `gf01` are payloads as they were published, which each rank decodes where it holds
-slices. `full` replaces bytes by those of another file. The compact file has no header: a step says where its arrays
-lie, each at a multiple of 16 bytes. It is scratch: nothing of it survives the process group.
+be smaller, plain bytes. `gs01` and `gf01` are payloads as they were published (packed steps as the blob that they stand
+for), which each rank decodes where it holds slices. `full` replaces bytes by those of another file. The compact file
+has no header: a step says where its arrays lie, each at a multiple of 16 bytes. It is scratch: nothing of it survives
+the process group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from gpusync.codec import DeltaDecoder, Gf01Decoder, Gs01Decoder, OverwriteDecoder, Payload, XorDecoder
 from gpusync.codec.compact import Positions, changed_positions, elements
-from gpusync.errors import NOWHERE, LayoutError, Where
+from gpusync.errors import LayoutError, UnsupportedFormatError
 
 WINDOW_BYTES = 16 * 2**20
 PIECE_BYTES = 2**20
@@ -96,23 +97,25 @@ class CompactWriter:
     def nbytes(self) -> int:
         return self._end
 
-    def add(
-        self, decoder: DeltaDecoder, payload: Payload, *, nbytes: int, element_bytes: int, where: Where = NOWHERE
-    ) -> Step:
-        """The whole of one delta of a tensor of `nbytes` bytes: `payload`, opened as `decoder`. Raises what the decoder
-        raises; the file then holds bytes that nobody names."""
+    def own(self, payload: Payload) -> Payload:
+        """A payload of a file, copied here, where nobody else can change it any more."""
+        return _Copied(self._fd, self._copy(payload), payload.nbytes)
+
+    def add(self, decoder: DeltaDecoder, *, nbytes: int, element_bytes: int) -> Step:
+        """The whole of one delta of a tensor of `nbytes` bytes. A payload that is kept is in memory, or `own`. Raises
+        what the decoder raises; the file then holds bytes that nobody names."""
         if isinstance(decoder, OverwriteDecoder):
             listed = [self._sparse(0, nbytes, positions, values) for positions, values in decoder.runs()]
             return Step(kind="overwrite", word_bytes=1, windows=tuple(listed))
         if isinstance(decoder, XorDecoder):
             return self._add_xor(decoder, nbytes=nbytes, element_bytes=element_bytes)
-        place = self._copy(payload), payload.nbytes
         if isinstance(decoder, Gf01Decoder):
             replaces = not decoder.needs_base
-            return Step(kind="gf01", word_bytes=element_bytes, payload=place, replaces=replaces)
-        copied = _Copied(self._fd, *place)
-        Gs01Decoder(copied, nbytes=nbytes, element_bytes=element_bytes, where=where).check()
-        return Step(kind="gs01", word_bytes=element_bytes, payload=place)
+            return Step(kind="gf01", word_bytes=element_bytes, payload=self._keep(decoder.payload), replaces=replaces)
+        if isinstance(decoder, Gs01Decoder):
+            decoder.check()
+            return Step(kind="gs01", word_bytes=element_bytes, payload=self._keep(decoder.payload))
+        raise UnsupportedFormatError("a delta of an unknown form", found=type(decoder).__name__)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -157,6 +160,10 @@ class CompactWriter:
             words_at=self._append(words.view(np.uint8)),
         )
 
+    def _keep(self, payload: Payload) -> tuple[int, int]:
+        """`(where it begins in the file, its length)`."""
+        return payload.offset if isinstance(payload, _Copied) else self._copy(payload), payload.nbytes
+
     def _copy(self, payload: Payload) -> int:
         at = self._reserve(payload.nbytes)
         part = np.empty(min(COPY_BYTES, payload.nbytes), np.uint8)
@@ -185,7 +192,7 @@ class CompactWriter:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A payload as it was copied: nobody else can change it any more."""
+    """A payload in the compact file."""
 
     fd: int
     offset: int

@@ -16,6 +16,7 @@ from gpusync.store.compact import CompactWriter, Step, full_step
 from gpusync.store.tensor_update import TensorUpdate
 from gpusync.stream import (
     ByteSource,
+    BytesSource,
     Checkpoint,
     OpenFiles,
     PublishedVersion,
@@ -121,18 +122,20 @@ def _read(place: Place, base_dir: Path, tensors: Mapping[str, StoredTensor]) -> 
 
 
 def _decode(delta: Delta, base: StoredTensor, writer: CompactWriter, files: OpenFiles) -> Step:
-    width = element_bytes(base.dtype)
+    width, where = element_bytes(base.dtype), delta.where
     with delta.version.open_payload(base.name, files) as payload:
         checked = checked_payload(payload, delta)
+        encoding = str(delta.version.index.delta_encoding)
+        is_kept = encoding == "gpusync" and not isinstance(checked, BytesSource)
         decoder = open_delta(
-            checked,
-            encoding=str(delta.version.index.delta_encoding),
+            writer.own(checked) if is_kept else checked,
+            encoding=encoding,
             nbytes=base.nbytes,
             element_bytes=width,
             float_order=is_float_order(base.dtype),
-            where=delta.where,
+            where=where,
         )
-        return writer.add(decoder, checked, nbytes=base.nbytes, element_bytes=width, where=delta.where)
+        return writer.add(decoder, nbytes=base.nbytes, element_bytes=width)
 
 
 def _update(base: StoredTensor, newest: Delta, steps: Sequence[Step]) -> TensorUpdate:

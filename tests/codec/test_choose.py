@@ -8,6 +8,7 @@ from gpusync.codec import (
     FULL_PLANES,
     STEP_PLANES,
     TRANSFORM_NAMES,
+    Gs01Steps,
     MemoryPayload,
     choose_payload,
     encode_gf01,
@@ -16,7 +17,7 @@ from gpusync.codec import (
 from gpusync.codec import choose as choose_module
 
 NBYTES = 4 << 20
-SPARSE, PLANES = "GS01", "GF01 step planes"
+SPARSE, FEW, PLANES = "GS01", "GP01", "GF01 step planes"
 OPTIONS = {"element_bytes": 2, "float_order": True}
 
 
@@ -44,6 +45,7 @@ def clustered(start, stop):
 
 
 CASES = {
+    "few": (changed_words(0.003), FEW),
     "sparse": (changed_words(0.01), SPARSE),
     "a tenth": (changed_words(0.1), SPARSE),
     "half": (changed_words(0.5), SPARSE),
@@ -52,7 +54,7 @@ CASES = {
     "all zero": (np.zeros_like(OLD), "GF01 full planes"),
     "all but a few zero": (np.where(np.arange(len(OLD)) % 97 == 0, OLD, 0).astype(np.uint16), None),
     "noise": (np.random.default_rng(3).integers(0, 65536, len(OLD), dtype=np.uint16), None),
-    "one word": (changed_words(0) + np.eye(1, len(OLD), 777_777, dtype=np.uint16)[0], SPARSE),
+    "one word": (changed_words(0) + np.eye(1, len(OLD), 777_777, dtype=np.uint16)[0], FEW),
     "a cluster at the start": (clustered(0, len(OLD) // 8), None),
     "a cluster between samples": (clustered(34_000, 34_000 + len(OLD) // 30), None),
 }
@@ -62,7 +64,9 @@ def sizes(old, new):
     """Every form there is, encoded."""
     found = {f"GF01 {TRANSFORM_NAMES[t]}": encode_gf01(None, new, transform=t, **OPTIONS) for t in (FULL_PLANES, FULL)}
     if old is not None:
+        steps = Gs01Steps(old, new, **OPTIONS)
         found[SPARSE] = encode_gs01(old, new, **OPTIONS)
+        found[FEW] = steps.encode() if steps.changed <= 8192 else found[SPARSE]
         found[PLANES] = encode_gf01(old, new, transform=STEP_PLANES, **OPTIONS)
     return {name: len(payload) for name, payload in found.items()}
 
@@ -106,7 +110,8 @@ def test_small_tensors_decode(decode, nbytes, element_bytes):
 
 
 @pytest.mark.parametrize(
-    ("case", "most"), [("sparse", 0), ("unrelated weights", 2), ("one word", 0), ("half", 1), ("all by a little", 1)]
+    ("case", "most"),
+    [("few", 0), ("sparse", 0), ("unrelated weights", 2), ("one word", 0), ("half", 1), ("all by a little", 1)],
 )
 def test_the_obvious_is_encoded_once(monkeypatch, case, most):
     whole = []

@@ -10,7 +10,9 @@ from gpusync.codec import (
     XOR,
     MemoryPayload,
     apply_whole,
+    choose_payload,
     encode_gf01,
+    encode_gs01,
     encode_overwrite,
     encode_xor,
     open_delta,
@@ -29,6 +31,8 @@ def gf01(transform):
 PAYLOADS = [
     ("xor", encode_xor(OLD, NEW), True),
     ("overwrite", encode_overwrite(OLD, NEW), True),
+    ("gpusync", encode_gs01(OLD, NEW, element_bytes=2, float_order=True), True),
+    ("gpusync", choose_payload(OLD, NEW, element_bytes=2, float_order=True)[0], True),
     ("gpusync", gf01(XOR), True),
     ("gpusync", gf01(FULL_PLANES), False),
     ("gpusync", gf01(FULL), False),
@@ -79,6 +83,8 @@ def test_unknown_encoding(encoding, place, told):
     ("stored", "error"),
     [
         (b"GS01" + bytes(20), PayloadError),
+        (b"GP01" + bytes(20), PayloadError),
+        (b"GP01", PayloadError),
         (b"GS02" + bytes(20), UnsupportedFormatError),
         (b"", PayloadError),
         (b"GF0", PayloadError),
@@ -90,6 +96,13 @@ def test_forms_of_our_own(stored, error, place, told):
         open_delta(MemoryPayload(stored), encoding="gpusync", nbytes=8, element_bytes=1, float_order=False, where=place)
     assert error is PayloadError or caught.value.found == stored[:4].decode()
     told(caught.value)
+
+
+@pytest.mark.parametrize("stored", [b"GS02" + bytes(20), b"GQ01" + bytes(20)])
+def test_what_is_no_form_names_those_there_are(stored):
+    with pytest.raises((PayloadError, UnsupportedFormatError)) as caught:
+        open_delta(MemoryPayload(stored), encoding="gpusync", nbytes=8, element_bytes=1, float_order=False)
+    assert caught.value.expected == "GS01, GP01 or GF01"
 
 
 def test_target_must_be_flat():

@@ -17,6 +17,7 @@ from gpusync.codec.gs01_plan import field_bits
 from gpusync.errors import LayoutError, PayloadError, UnsupportedFormatError
 from gpusync_kernels import Payload, parse_blob, sparse_check, using_host_ops
 from gpusync_kernels.word_order import from_order, to_order
+from support.gp01 import unpack_gp01
 from support.gs01 import read_gs01
 from support.loops import loops_of
 
@@ -63,6 +64,30 @@ def states(rng, count, *, es, order, density, kind):
     else:
         new[some] = rng.integers(0, top, changed, dtype=f"u{es}", endpoint=True)
     return old, new
+
+
+class Mapped(MemoryPayload):
+    """Zeros, and ones where it was changed, without memory behind them."""
+
+    def __init__(self, nbytes, positions):
+        super().__init__(b"")
+        self._nbytes, self._positions = nbytes, positions
+
+    @property
+    def nbytes(self):
+        return self._nbytes
+
+    def read_into(self, offset, buffer):
+        window = np.frombuffer(buffer, np.uint8)
+        window[:] = 0
+        inside = (self._positions >= offset) & (self._positions < offset + len(window))
+        window[self._positions[inside] - offset] = 1
+
+
+def encode_steps(old, new, order):
+    """What a publisher makes of the steps: GP01 of few changes, else GS01."""
+    steps = Gs01Steps(old.view(np.uint8), new.view(np.uint8), element_bytes=old.itemsize, float_order=bool(order))
+    return steps.encode() if steps.changed else None
 
 
 def encode(old, new, order):
@@ -134,35 +159,19 @@ def test_any_two_states(data, es, order):
 
 def test_the_estimate_is_near():
     rng = np.random.default_rng(6)
-    for density in (0.001, 0.01, 0.1, 0.5, 1.0):
+    for density, packs in itertools.product((0.001, 0.01, 0.1, 0.5, 1.0), (True, False)):
         old, new = states(rng, 400_000, es=2, order=1, density=density, kind="steps")
-        steps = Gs01Steps(old.view(np.uint8), new.view(np.uint8), element_bytes=2, float_order=True)
-        assert steps.nbytes == pytest.approx(len(steps.encode()), rel=0.06)
+        steps = Gs01Steps(old.view(np.uint8), new.view(np.uint8), element_bytes=2, float_order=True, packs=packs)
+        payload = steps.encode()
+        assert payload[:4] == (b"GP01" if packs and steps.changed <= 8192 else b"GS01")
+        assert steps.nbytes == pytest.approx(len(payload), rel=0.06)
 
 
 def test_a_tensor_of_2_to_the_31_elements():
     """Two mappings without memory behind them: a few changes, at the ends and around a part's border."""
     count = 1 << 31
     at = np.array([0, PART - 1, PART, count // 2 + 7, count - 1])
-
-    class Mapped(MemoryPayload):
-        """Zeros, and ones where it was changed."""
-
-        def __init__(self, positions):
-            super().__init__(b"")
-            self.positions = positions
-
-        @property
-        def nbytes(self):
-            return count
-
-        def read_into(self, offset, buffer):
-            window = np.frombuffer(buffer, np.uint8)
-            window[:] = 0
-            inside = (self.positions >= offset) & (self.positions < offset + len(window))
-            window[self.positions[inside] - offset] = 1
-
-    payload = encode_gs01(Mapped(at[:0]), Mapped(at), element_bytes=1, float_order=False)
+    payload = encode_gs01(Mapped(count, at[:0]), Mapped(count, at), element_bytes=1, float_order=False)
     decoder = Gs01Decoder(MemoryPayload(payload), nbytes=count, element_bytes=1)
     assert len(payload) < 1000
     decoder.check()
@@ -341,13 +350,15 @@ def mutate(rng, blob):
 
 
 def fuzz(seconds, seed):
-    """Mutated blobs into a window between canaries. Returns how many were applied, and how many refused."""
+    """Mutated payloads into a window between canaries. Returns how many of each form were applied, how many refused."""
     rng = np.random.default_rng(seed)
     sound = []
     for es, order, kind in itertools.product(WIDTHS, (0, 1), ("steps", "any")):
-        old, new = states(rng, 2500, es=es, order=order, density=0.1, kind=kind)
-        sound.append((old, encode(old, new, order)))
-    room, outcomes = np.empty(2500 * 8 + 128, np.uint8), {True: 0, False: 0}
+        for density, encoder in ((0.1, encode), (0.1, encode_steps), (0.7, encode_steps)):
+            old, new = states(rng, 2500, es=es, order=order, density=density, kind=kind)
+            sound.append((old, encoder(old, new, order)))
+    room = np.empty(2500 * 8 + 128, np.uint8)
+    outcomes = dict.fromkeys(itertools.product((b"GS01", b"GP01"), (True, False)), 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         old, blob = sound[rng.integers(len(sound))]
@@ -363,16 +374,17 @@ def fuzz(seconds, seed):
             applied = True
         except (PayloadError, UnsupportedFormatError):
             applied = False
-        outcomes[applied] += 1
+        outcomes[blob[:4], applied] += 1
         assert (room[:64] == 0xA5).all()
         assert (room[64 + old.nbytes :] == 0xA5).all()
-        if damaged[:4] == b"GS01":
+        if damaged[:4] in (b"GS01", b"GP01"):
             assert _accepts(damaged, old) is applied
     return outcomes
 
 
-def _accepts(blob, old):
+def _accepts(payload, old):
     try:
+        blob = unpack_gp01(payload) if payload[:4] == b"GP01" else payload
         read_gs01(blob, es=old.itemsize, elements=old.size)
     except (ValueError, struct.error):
         return False

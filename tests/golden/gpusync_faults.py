@@ -22,6 +22,7 @@ from gpusync_format import (
     full,
     gf01,
     gs01,
+    leb128,
     raw_frame,
     write,
 )
@@ -118,6 +119,7 @@ def write_faults(faults: Faults) -> None:
     _write_table_faults(faults)
     _write_frame_faults(faults)
     _write_gs01_faults(faults)
+    _write_gp01_faults(faults)
 
 
 def _changed(state: State, seed: str) -> State:
@@ -313,6 +315,50 @@ def _write_gs01_faults(faults: Faults) -> None:
     faults.payload("gs01_cut", "GS01: the last 8 bytes are missing", EMBED, cut(sound[:-8]), says="bytes, expected")
     faults.payload("gs01_longer", "GS01: 8 zero bytes follow", EMBED, cut(sound + bytes(8)), says="bytes, expected")
     faults.payload("gs01_head", "GS01: it ends in its head", EMBED, cut(sound[:20]), says="header is cut")
+
+
+def _write_gp01_faults(faults: Faults) -> None:
+    """The same as GP01."""
+    before, after = (state[EMBED] for state in faults.states[:2])
+
+    def case(name: str, what: str, bend: Callable[[Gs01], None], *, says: str) -> None:
+        form = gs01(before, after, log2=22, k=1, cuts=())
+        bend(form)
+        faults.payload(f"gp01_{name}", f"GP01: {what}", EMBED, lambda _: form.pack_small(), says=says)
+
+    def bent(name: str, what: str, change: Callable[[bytes], bytes], *, says: str) -> None:
+        sound = gs01(before, after, log2=22, k=1, cuts=()).pack_small()
+        faults.payload(f"gp01_{name}", f"GP01: {what}", EMBED, lambda _: change(sound), says=says)
+
+    def without_values(form: Gs01) -> None:
+        stream(form).v, stream(form).changes = 0, [(at, 0) for at, _ in stream(form).changes]
+
+    stream = lambda form: form.streams[0]  # noqa: E731
+    case("es", "es is 4 for BF16", lambda f: setattr(f, "es", 4), says="element size")
+    case("elements", "an element more than there are", lambda f: setattr(f, "elements", f.elements + 1), says="another")
+    case("log2_32", "parts of 2**32 elements", lambda f: setattr(f, "log2", 32), says="part size")
+    case("streams", "no streams", lambda f: f.streams.clear(), says="number of streams")
+    case("part", "a part behind the tensor", lambda f: setattr(stream(f), "part", 9), says="wrong part")
+    case("k_17", "k is 17", lambda f: setattr(stream(f), "k", 17), says="k or v")
+    case("v_0", "a step stream with v = 0", without_values, says="v or g")
+    case("twice", "an element in two streams", lambda f: f.streams.append(stream(f)), says="twice")
+    case("outside", "a position behind the part", lambda f: stream(f).changes.append((1 << 20, 0)), says="bit count")
+    case("zeros", "a zero bit more is counted than stands there", lambda f: setattr(stream(f), "zeros_more", 1),
+         says="last unary bit")  # fmt: skip
+    case("padding_of_unary", "a bit behind the last of unary", lambda f: setattr(stream(f), "stray_unary", 1),
+         says="padding")  # fmt: skip
+    case("padding_of_fields", "a bit behind the last field", lambda f: setattr(stream(f), "stray_field", 1),
+         says="padding")  # fmt: skip
+    # Three bytes of n from 5 on, then one byte each: the number of streams, the part, its count.
+    bent("number", "a number with a byte too many", lambda d: d[:8] + b"\x81\0" + d[9:], says="wrong number")
+    bent("number_huge", "a number of ten bytes", lambda d: d[:5] + b"\xff" * 9 + b"\1" + d[8:], says="wrong number")
+    bent("streams_8193", "more streams than there may be", lambda d: d[:8] + leb128(8193) + d[9:],
+         says="number of streams")  # fmt: skip
+    bent("changes", "more changes than there may be", lambda d: d[:10] + leb128(8193) + d[11:],
+         says="number of changes")  # fmt: skip
+    bent("cut", "the last byte is missing", lambda d: d[:-1], says="wrong length")
+    bent("longer", "a zero byte follows", lambda d: d + b"\0", says="wrong length")
+    bent("head", "it ends in its head", lambda d: d[:12], says="cut")
 
 
 def _write_table_faults(faults: Faults) -> None:

@@ -150,9 +150,35 @@ class Stream:
     es: int
     changes: list[tuple[int, int]]
     index_shift: int = 0
+    zeros_more: int = 0
+    stray_unary: int = 0
+    stray_field: int = 0
 
     def pack(self) -> tuple[bytes, bytes]:
         """(descriptor, body)."""
+        bits, unary, used, fields, pairs = self._packed()
+        head = struct.pack("<IIIBBBB", len(self.changes), bits, self.part, self.g, self.k, self.v, self.kind)
+        words = self._words()
+        index = b"".join(struct.pack("<II", pos + (self.index_shift if pos else 0), rank) for pos, rank in pairs)
+        body = index + unary.to_bytes(-(-bits // 32) * 4, "little") + fields.to_bytes(-(-used // 32) * 4, "little")
+        return head, words + bytes(-len(words) % 8) + body + bytes(-len(body) % 8)
+
+    def pack_small(self, part_before: int) -> tuple[bytes, bytes]:
+        """The same for GP01."""
+        bits, unary, used, fields, _ = self._packed()
+        count = len(self.changes)
+        head = leb128(self.part - part_before) + leb128(count) + leb128(bits - count + self.zeros_more)
+        head += bytes([self.g | self.kind << 7, self.k, self.v])
+        arrays = [(unary | self.stray_unary << bits, bits), (fields | self.stray_field << used, used)]
+        return head, self._words() + b"".join(
+            (value & (1 << -(-size // 8) * 8) - 1).to_bytes(-(-size // 8), "little") for value, size in arrays
+        )
+
+    def _words(self) -> bytes:
+        return b"".join(value.to_bytes(self.es, "little") for _, value in self.changes) if self.kind else b""
+
+    def _packed(self) -> tuple[int, int, int, int, list[tuple[int, int]]]:
+        """(bits of unary, unary, bits of fields, fields, pairs of the index)."""
         unary = fields = bits = used = 0
         pairs, position, last = [(0, 0)], 0, -1
         for rank, (at, value) in enumerate(self.changes):
@@ -167,11 +193,7 @@ class Stream:
             unary |= 1 << bits
             fields |= ((gap & (1 << self.k) - 1) | (0 if self.kind else value) << self.k) << used
             bits, used, last, position = bits + 1, used + self.k + self.v, at, at + 1
-        head = struct.pack("<IIIBBBB", len(self.changes), bits, self.part, self.g, self.k, self.v, self.kind)
-        words = b"".join(value.to_bytes(self.es, "little") for _, value in self.changes) if self.kind else b""
-        index = b"".join(struct.pack("<II", pos + (self.index_shift if pos else 0), rank) for pos, rank in pairs)
-        body = index + unary.to_bytes(-(-bits // 32) * 4, "little") + fields.to_bytes(-(-used // 32) * 4, "little")
-        return head, words + bytes(-len(words) % 8) + body + bytes(-len(body) % 8)
+        return bits, unary, used, fields, pairs
 
 
 @dataclass
@@ -191,6 +213,21 @@ class Gs01:
         head = b"GS01" + bytes([self.es, self.order, self.log2, 0])
         head += struct.pack("<QII", self.elements, len(packed), self.reserved)
         return head + b"".join(d for d, _ in packed) + b"".join(b for _, b in packed) + self.end
+
+    def pack_small(self) -> bytes:
+        """As GP01; `reserved` and `end` are not in it."""
+        parts = [0, *(stream.part for stream in self.streams)]
+        packed = [stream.pack_small(before) for stream, before in zip(self.streams, parts, strict=False)]
+        head = b"GP01" + bytes([self.es.bit_length() - 1 | self.order << 2 | self.log2 - 10 << 3])
+        head += leb128(self.elements) + leb128(len(packed))
+        return head + b"".join(d for d, _ in packed) + b"".join(b for _, b in packed)
+
+
+def leb128(value: int) -> bytes:
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
 
 
 def gs01(
@@ -362,6 +399,8 @@ def decode(payload: bytes, old: Tensor, encoding: str) -> bytes:
         return (before ^ np.frombuffer(zstandard.decompress(payload), np.uint8)).tobytes()
     if payload[:4] == b"GS01":
         return _decode_gs01(payload, old)
+    if payload[:4] == b"GP01":
+        return _decode_gp01(payload, old)
     transform, es, order = payload[4], payload[5], payload[6]
     (frames,) = struct.unpack_from("<I", payload, 16)
     sizes = struct.unpack_from(f"<{frames}I", payload, 24)
@@ -385,29 +424,61 @@ def decode(payload: bytes, old: Tensor, encoding: str) -> bytes:
 def _decode_gs01(payload: bytes, old: Tensor) -> bytes:
     es, order, log2 = payload[4], payload[5], payload[6]
     n, count = struct.unpack_from("<QI", payload, 8)
-    words, mask, at = np.frombuffer(old.data, f"<u{es}").tolist(), (1 << 8 * es) - 1, 24 + 16 * count
+    words, at = np.frombuffer(old.data, f"<u{es}").tolist(), 24 + 16 * count
     if len(words) != n:
         raise ValueError("another tensor")
     for number in range(count):
-        changes, bits, part, g, k, v, kind = struct.unpack_from("<IIIBBBB", payload, 24 + 16 * number)
+        head = struct.unpack_from("<IIIBBBB", payload, 24 + 16 * number)
+        changes, bits, part, _, k, v, kind = head
         literals, at = at, at + (-(-changes * es // 8) * 8 if kind else 0)
         fields_at = at + 8 * -(-bits // 1024) + 4 * -(-bits // 32)
-        unary = int.from_bytes(payload[fields_at - 4 * -(-bits // 32) : fields_at], "little")
-        fields = int.from_bytes(payload[fields_at : fields_at + 4 * -(-changes * (k + v) // 32)], "little")
-        position, rank = part << log2, 0
-        for bit in range(bits):
-            if not unary >> bit & 1:
-                position += 1 << k
-                continue
-            field = fields >> rank * (k + v) & (1 << k + v) - 1
-            position += (field & (1 << k) - 1) + 1
-            size = (field >> k + 1) + (1 << g)
-            step = -size if field >> k & 1 else size
-            moved = _ordered(_ordered(words[position - 1], es, order) + step & mask, es, order)
-            literal = int.from_bytes(payload[literals + rank * es :][:es], "little")
-            words[position - 1], rank = literal if kind else moved, rank + 1
-        at += -(-(fields_at - at + 4 * -(-changes * (k + v) // 32)) // 8) * 8
+        end = fields_at + 4 * -(-changes * (k + v) // 32)
+        arrays = payload[literals:at], payload[fields_at - 4 * -(-bits // 32) : fields_at], payload[fields_at:end]
+        _change(words, es, order, part << log2, head, arrays)
+        at += -(-(end - at) // 8) * 8
     return np.array(words, f"<u{es}").tobytes()
+
+
+def _decode_gp01(payload: bytes, old: Tensor) -> bytes:
+    es, order, log2 = 1 << (payload[4] & 3), payload[4] >> 2 & 1, 10 + (payload[4] >> 3)
+    left = iter(payload[5:])
+
+    def number() -> int:
+        byte = next(left)
+        return byte if byte < 128 else byte - 128 + 128 * number()
+
+    words, heads, part = np.frombuffer(old.data, f"<u{es}").tolist(), [], 0
+    if len(words) != number():
+        raise ValueError("another tensor")
+    for _ in range(number()):
+        part, changes, zeros = part + number(), number(), number()
+        g, k, v = next(left), next(left), next(left)
+        heads.append((changes, changes + zeros, part, g & 127, k, v, g >> 7))
+    for head in heads:
+        changes, bits, part, _, k, v, kind = head
+        sizes = kind * changes * es, -(-bits // 8), -(-changes * (k + v) // 8)
+        _change(words, es, order, part << log2, head, [bytes(next(left) for _ in range(size)) for size in sizes])
+    if list(left):
+        raise ValueError("bytes behind the last stream")
+    return np.array(words, f"<u{es}").tobytes()
+
+
+def _change(words: list[int], es: int, order: int, position: int, head: Sequence[int], arrays: Sequence[bytes]) -> None:
+    """One stream, whose positions count from `position`; `arrays`: its literals, unary and fields."""
+    _, bits, _, g, k, v, kind = head
+    literals, unary, fields = arrays[0], *(int.from_bytes(array, "little") for array in arrays[1:])
+    rank, mask = 0, (1 << 8 * es) - 1
+    for bit in range(bits):
+        if not unary >> bit & 1:
+            position += 1 << k
+            continue
+        field = fields >> rank * (k + v) & (1 << k + v) - 1
+        position += (field & (1 << k) - 1) + 1
+        size = (field >> k + 1) + (1 << g)
+        step = -size if field >> k & 1 else size
+        moved = _ordered(_ordered(words[position - 1], es, order) + step & mask, es, order)
+        literal = int.from_bytes(literals[rank * es :][:es], "little")
+        words[position - 1], rank = literal if kind else moved, rank + 1
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

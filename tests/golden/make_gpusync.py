@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,6 +22,7 @@ from gpusync_format import (
     FULL_PLANES,
     STEP_PLANES,
     XOR,
+    Gs01,
     Seeded,
     State,
     Tensor,
@@ -54,6 +56,11 @@ FORMS = {
     "frames.bf16": ("BF16", (3 * FRAME // 2 + 2053,)), "frames.f32": ("F32", (2, FRAME // 4)),
     "frames.f64": ("F64", (3 * FRAME // 8 + 513,)), "frames.large": ("BF16", ((1 << 19) + 12,)),
 }  # fmt: skip
+# Of sparse steps: part sizes, low bits of gaps (few: many index pairs), and how classes share streams.
+STREAMS: list[dict[str, Any]] = [
+    {"log2": 10, "k": 2, "cuts": (1, 4)}, {"log2": 22, "k": 5, "cuts": ()},
+    {"log2": 31, "k": 16, "cuts": (1, 2, 3, 5, 8, 13)}, {"log2": 12, "k": 4, "cuts": (7,), "order": 0},
+]  # fmt: skip
 # Tensors of the shared base: every dtype it has, no bytes, scalars, odd sizes, NaN payloads, the largest.
 CHANGED = [
     "model.embed_tokens.weight", "model.flag", "model.scale", "model.one_i8", "model.step", "model.layers.0.gate",
@@ -131,21 +138,11 @@ def write_steps(out: Path) -> None:
     """GS01 and step planes over the base of `gf01_forms`."""
     base = forms_base()
     states, versions = [base], []
-    # Part sizes, low bits of gaps (few: many index pairs), and how classes share streams.
-    options = [
-        {"log2": 10, "k": 2, "cuts": (1, 4)}, {"log2": 22, "k": 5, "cuts": ()},
-        {"log2": 31, "k": 16, "cuts": (1, 2, 3, 5, 8, 13) }, {"log2": 12, "k": 4, "cuts": (7,), "order": 0},
-    ]  # fmt: skip
-    for number, how in enumerate(options, start=1):
+    for number, how in enumerate(STREAMS, start=1):
         states.append(changed(states[-1], [name for name in base if base[name].data], f"steps {number}", share=0.1))
-        old, new = states[-2:]
-        payloads = {}
-        for name in new:
-            cuts = tuple(cut for cut in how["cuts"] if cut < (8 if DTYPES[new[name].dtype][1] == 1 else 15))
-            if new[name] != old[name]:
-                payloads[name] = gs01(old[name], new[name], **{**how, "cuts": cuts}).pack()
-        versions.append(delta(number, old, new, payloads, shards=1 + number % 2, shift=(0, 3)[number % 2]))
-    for number, log2 in enumerate((16, 20), start=len(options) + 1):
+        payloads = {name: form.pack() for name, form in sparse(*states[-2:], how).items()}
+        versions.append(delta(number, *states[-2:], payloads, shards=1 + number % 2, shift=(0, 3)[number % 2]))
+    for number, log2 in enumerate((16, 20), start=len(STREAMS) + 1):
         states.append(changed(states[-1], list(base), f"steps {number}"))
         old, new = states[-2:]
         payloads = {
@@ -160,6 +157,30 @@ def write_steps(out: Path) -> None:
     files = {"config.json": b'{"model_type": "forms"}\n'}
     after = {number: (states[number], files) for number in range(1, len(states))}
     write_stream(out / "streams" / "steps", what, "../../base", versions, after)
+
+
+def write_packed(out: Path) -> None:
+    """GP01 over the base of `gf01_forms`."""
+    base = forms_base()
+    states, versions = [base], []
+    for number, how in enumerate(STREAMS, start=1):
+        states.append(changed(states[-1], [name for name in base if base[name].data], f"packed {number}", share=0.1))
+        payloads = {name: form.pack_small() for name, form in sparse(*states[-2:], how).items()}
+        versions.append(delta(number, *states[-2:], payloads, shards=1 + number % 2, shift=(0, 3)[number % 2]))
+    what = "v1 to v4 GP01: parts of 2**10, 2**22, 2**31, 2**12 elements, v4 with order 0 for all"
+    files = {"config.json": b'{"model_type": "forms"}\n'}
+    after = {number: (states[number], files) for number in range(1, len(states))}
+    write_stream(out / "streams" / "packed", what, "../../base", versions, after)
+
+
+def sparse(old: State, new: State, how: dict[str, Any]) -> dict[str, Gs01]:
+    """The steps of every tensor that changes, in streams as `how` says."""
+    found = {}
+    for name in new:
+        cuts = tuple(cut for cut in how["cuts"] if cut < (8 if DTYPES[new[name].dtype][1] == 1 else 15))
+        if new[name] != old[name]:
+            found[name] = gs01(old[name], new[name], **{**how, "cuts": cuts})
+    return found
 
 
 def write_mixed(out: Path) -> None:
@@ -265,6 +286,7 @@ def main() -> None:
         shutil.rmtree(out / name, ignore_errors=True)
     write_forms(out)
     write_steps(out)
+    write_packed(out)
     write_mixed(out)
     faults = Faults(out / "bad", read_checkpoint(VECTORS_BASE))
     write_without_faults(out, faults)

@@ -104,7 +104,7 @@ class Case:
             )
             updates[name] = TensorUpdate(
                 nbytes=NBYTES,
-                steps=(writer.add(decoder, payload, nbytes=NBYTES, element_bytes=2),),
+                steps=(writer.add(decoder, nbytes=NBYTES, element_bytes=2),),
                 algorithm="xxh3-128",
                 checksum=digest_of("xxh3-128", new),
                 where=Where(tensor=name),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpusync.codec import MemoryPayload, encode_gf01, encode_gs01, encode_overwrite, encode_xor, open_delta
+from gpusync.codec import Gs01Steps, MemoryPayload, encode_gf01, encode_gs01, encode_overwrite, encode_xor, open_delta
 from gpusync.digest import digest_of
 from gpusync.errors import DigestMismatchError, Where
 from gpusync.layout import attach, named_tensors, trace
@@ -28,7 +28,7 @@ from support.models_apply import assert_same
 from support.models_layers import Ranks
 
 ALONE = Ranks()
-FORMS = ["xor", "overwrite", "gf01 xor", "gf01 steps", "gf01 planes", "gf01 full", "gs01"]
+FORMS = ["xor", "overwrite", "gf01 xor", "gf01 steps", "gf01 planes", "gf01 full", "gs01", "gp01"]
 
 
 def changed(state: Mapping[str, torch.Tensor], seed: int, *, share: float = 0.05) -> dict[str, torch.Tensor]:
@@ -51,6 +51,9 @@ def encode(form: str, old: np.ndarray, new: np.ndarray, dtype: str) -> bytes | N
         return encode_overwrite(old, new)
     if form == "gs01":
         return encode_gs01(old, new, element_bytes=element_bytes(dtype), float_order=is_float_order(dtype))
+    if form == "gp01":
+        steps = Gs01Steps(old, new, element_bytes=element_bytes(dtype), float_order=is_float_order(dtype))
+        return steps.encode() if steps.changed else None
     transform = {"gf01 xor": 0, "gf01 steps": 1, "gf01 planes": 2, "gf01 full": 3}[form]
     return encode_gf01(
         old if transform < 2 else None,
@@ -96,7 +99,7 @@ class Rank:
                     element_bytes=element_bytes(spec.dtype),
                     float_order=is_float_order(spec.dtype),
                 )
-                step = writer.add(decoder, stored, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
+                step = writer.add(decoder, nbytes=spec.nbytes, element_bytes=element_bytes(spec.dtype))
                 earlier = updates[name].steps if name in updates else ()
                 updates[name] = TensorUpdate(
                     nbytes=spec.nbytes,

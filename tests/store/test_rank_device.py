@@ -49,7 +49,7 @@ def test_a_chain_is_committed_and_rolled_back_on_the_device(tmp_path: Path, devi
     config = ModelConfig()
     state = make_state(config)
     chain, at = [], state
-    for number, form in enumerate(["xor", "overwrite", "gf01 planes", "gf01 steps", "gs01"]):
+    for number, form in enumerate(["xor", "overwrite", "gf01 planes", "gf01 steps", "gs01", "gp01"]):
         at = test_rank.changed(at, number)
         chain.append((form, at))
     with torch.device(device):

@@ -1,5 +1,5 @@
 """A receiver as slime's, from its description: takes every `*.safetensors` of a version, whatever the index names. It
-also knows what our streams add: GS01 and GF01 payloads, and the further keys of an index.
+also knows what our streams add: GS01, GP01 and GF01 payloads, and the further keys of an index.
 
 It uses nothing of gpusync, so that a publisher and a reader of ours cannot agree on a mistake.
 """
@@ -18,8 +18,11 @@ import zstandard
 
 from support.checkpoints import INDEX, State, Tensor, read_state
 from support.gf01 import decode_gf01
+from support.gp01 import decode_gp01
 from support.gs01 import decode_gs01
 from support.slime import DIGESTS, version_dir
+
+DECODERS = {b"GS01": decode_gs01, b"GP01": decode_gp01, b"GF01": decode_gf01}
 
 
 def receive(base: State, source: Path, target: int) -> State:
@@ -71,7 +74,7 @@ def _check(state: State, checksums: Mapping[str, str | None], algorithm: str) ->
 def _apply(old: Tensor, payload: bytes, encoding: str, compression: str) -> np.ndarray:
     if encoding == "gpusync":
         assert compression == "none"
-        return (decode_gs01 if payload[:4] == b"GS01" else decode_gf01)(payload, old.data, old.dtype)
+        return DECODERS[payload[:4]](payload, old.data, old.dtype)
     assert compression == "zstd"
     raw = np.frombuffer(zstandard.ZstdDecompressor().decompress(payload), np.uint8)
     if encoding == "xor":

@@ -8,14 +8,19 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from gpusync.errors import LayoutError
 from gpusync.layout.placement import Piece, Placement, PlacementClass
 from gpusync.layout.segments import SegmentGroup, segment_groups
 from gpusync.layout.targets import ParamForm, StorageForm
-from gpusync_kernels.segments import SegmentTable
+from gpusync_kernels.segments import SEGMENT, SegmentTable
 
 FORMAT = 1
 """Of the map's JSON."""
+
+KEPT_SEGMENTS = 16
+"""The segments of a tensor in no more than this are made once."""
 
 Record = TypeVar("Record")
 
@@ -111,28 +116,22 @@ class LayoutMap:
         """
         storages = list(self.storages)
         number = {name: index for index, name in enumerate(storages)}
-        tables = []
-        for index, group in self._groups(tensors):
-            if group.converts is None:
-                # Made for us just now, so ours to number.
-                group.table.rows["src"], group.table.rows["dst"] = index, number[group.param]
-                tables.append(group.table)
-        return SegmentTable.concat(tables), storages
+        groups = [(index, group) for index, group in self._groups(tensors) if group.converts is None]
+        return _joined(groups, [number[group.param] for _, group in groups]), storages
 
     def casts(self, tensors: Sequence[str]) -> CastSegments:
         """The same of all that is converted, in elements."""
-        tables = []
+        groups, numbers = [], []
         targets: dict[tuple[str, str], int] = {}
         sources = [self._form_of(name).dtype for name in tensors]
         for index, group in self._groups(tensors):
             if group.converts is not None:
-                target = targets.setdefault((group.param, group.converts), len(targets))
-                group.table.rows["src"], group.table.rows["dst"] = index, target
-                tables.append(group.table)
+                groups.append((index, group))
+                numbers.append(targets.setdefault((group.param, group.converts), len(targets)))
                 # A loader may take the same bytes for another dtype; it does so with all of a tensor.
                 sources[index] = group.dtype
         return CastSegments(
-            table=SegmentTable.concat(tables),
+            table=_joined(groups, numbers),
             storages=tuple(param for param, _ in targets),
             dst_dtypes=tuple(dtype for _, dtype in targets),
             src_dtypes=tuple(sources),
@@ -167,9 +166,22 @@ class LayoutMap:
 
     def _groups(self, tensors: Sequence[str]) -> Iterator[tuple[int, SegmentGroup]]:
         for index, name in enumerate(tensors):
-            placement = self.placements.get(name)
-            for group in segment_groups(placement.pieces) if placement is not None and placement.is_patched else ():
+            for group in self._kept.get(name) or self._groups_of(name):
                 yield index, group
+
+    def _groups_of(self, tensor: str) -> Sequence[SegmentGroup]:
+        placement = self.placements.get(tensor)
+        if placement is None or not placement.is_patched:
+            return ()
+        groups = segment_groups(placement.pieces)
+        if sum(len(group.table) for group in groups) <= KEPT_SEGMENTS:
+            self._kept[tensor] = groups
+        return groups
+
+    @cached_property
+    def _kept(self) -> dict[str, Sequence[SegmentGroup]]:
+        """Of tensors in few segments, which were asked for before."""
+        return {}
 
     def to_json(self) -> str:
         """Stable: equal maps give equal texts, and `from_json` gives the map back."""
@@ -200,6 +212,16 @@ class LayoutMap:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"layout map cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _joined(groups: Sequence[tuple[int, SegmentGroup]], numbers: Sequence[int]) -> SegmentTable:
+    """One table of groups, each with its source's number, that go to destinations of these numbers."""
+    if not groups:
+        return SegmentTable.concat([])
+    rows = np.concatenate([group.table.rows for _, group in groups], dtype=SEGMENT)
+    counts = [len(group.table) for _, group in groups]
+    rows["src"], rows["dst"] = np.repeat([index for index, _ in groups], counts), np.repeat(numbers, counts)
+    return SegmentTable(rows)
 
 
 def _form(tensor: TensorForm | Placement | Elsewhere) -> str:

@@ -10,31 +10,41 @@ from typing import TypeVar
 
 J = TypeVar("J")
 
+SMALL_BYTES = 1 << 20
+"""Jobs of fewer bytes are mostly Python, in which threads only hinder each other."""
+
 
 def for_each(jobs: Iterable[J], work: Callable[[int, J], None], *, workers: int, size: Callable[[J], int]) -> None:
-    """Call `work(worker number, job)` for every job, the largest first so that the threads end together.
+    """Call `work(worker number, job)` for every job, the largest first so that the threads end together. `size`: bytes.
+    One thread does the small ones.
 
     The first exception stops the others from taking further jobs and is raised here once all have stopped.
     """
-    queue = deque(sorted(jobs, key=size, reverse=True))
+    ordered = sorted(jobs, key=size, reverse=True)
+    shared = sum(size(job) >= SMALL_BYTES for job in ordered)
+    queue, small = deque(ordered[:shared]), deque(ordered[shared:])
     stop = threading.Event()
 
-    def run(worker: int) -> None:
-        while not stop.is_set():
-            try:
-                job = queue.popleft()
-            except IndexError:
-                return
-            try:
-                work(worker, job)
-            except BaseException:
-                stop.set()
-                raise
+    def run(worker: int, *queues: deque[J]) -> None:
+        for jobs in queues:
+            while not stop.is_set():
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    break
+                try:
+                    work(worker, job)
+                except BaseException:
+                    stop.set()
+                    raise
 
-    if workers == 1 or len(queue) <= 1:
-        run(0)
+    if workers == 1 or shared <= 1:
+        run(0, queue, small)
         return
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="gpusync") as pool:
-        running = [pool.submit(run, worker) for worker in range(workers)]
+        running = [
+            pool.submit(run, 0, small, queue),
+            *(pool.submit(run, worker, queue) for worker in range(1, workers)),
+        ]
     for done in running:
         done.result()

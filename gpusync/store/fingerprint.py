@@ -1,12 +1,13 @@
 """A rank's own digest of its slices: equal bytes under the same segments give equal fingerprints, with no exchange.
 
-On a device it is the XXH3 chain over the rank's partial block sums, all tensors at once. In host memory the library's
-XXH3-128 of the slices, segment by segment, is several times faster; fingerprints never leave their rank.
+Of a whole tensor it is XXH3-128. On a device it is the XXH3 chain over the rank's partial block sums, all tensors at
+once. In host memory the library's XXH3-128 of the slices, segment by segment, is several times faster; fingerprints
+never leave their rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,25 @@ def bind_fingerprints(
     return BoundFingerprints(table, buffers, nbytes, memory)
 
 
+def known_fingerprints(
+    table: SegmentTable, nbytes: npt.NDArray[np.int64], checksums: Sequence[str | None]
+) -> dict[int, Fingerprint]:
+    """The fingerprints of tensors that `table` has whole, from their `checksums`: XXH3-128 in hexadecimal, or None."""
+    known = {}
+    for tensor, rows in held_by(table).items():
+        checksum, rows = checksums[tensor], merge_rows(rows)
+        ends = np.cumsum(rows["row_bytes"])
+        in_order = (rows["rows"] == 1).all() and np.array_equal(rows["src_offset"], ends - rows["row_bytes"])
+        if checksum is not None and in_order and int(rows["row_bytes"].sum()) == nbytes[tensor]:
+            known[tensor] = _halves(int(checksum, 16))
+    return known
+
+
+def without(table: SegmentTable, tensors: Collection[int]) -> SegmentTable:
+    """The segments of all other tensors."""
+    return SegmentTable(table.rows[~np.isin(table.rows["src"], list(tensors))]) if tensors else table
+
+
 def first_difference(expected: Mapping[int, Fingerprint], found: Mapping[int, Fingerprint]) -> int | None:
     """The lowest number of a tensor whose fingerprints differ; None when all agree."""
     differing = [tensor for tensor in expected.keys() | found.keys() if expected.get(tensor) != found.get(tensor)]
@@ -99,7 +119,10 @@ def _digest(pieces: Sequence[npt.NDArray[np.uint8]]) -> Fingerprint:
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(np.ascontiguousarray(piece))
-    value = digest.intdigest()
+    return _halves(digest.intdigest())
+
+
+def _halves(value: int) -> Fingerprint:
     return value & (2**64 - 1), value >> 64
 
 

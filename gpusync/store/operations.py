@@ -35,6 +35,7 @@ from gpusync_kernels import (
     xor_segments,
     xor_words,
 )
+from gpusync_kernels.segments import SEGMENT
 
 Buffer = Any
 Chains = Mapping[int, Sequence[LoadedStep]]
@@ -77,7 +78,8 @@ class _Target:
 
     def of(self, tensors: Sequence[int]) -> SegmentTable:
         """The segments of some tensors: those of others may cut words of the width that is asked for."""
-        return SegmentTable.concat([SegmentTable(self.held[tensor]) for tensor in tensors if tensor in self.held])
+        rows = [self.held[tensor] for tensor in tensors if tensor in self.held]
+        return SegmentTable(np.concatenate(rows, dtype=SEGMENT) if rows else np.empty(0, SEGMENT))
 
     def shifted(self, tensor: int, start: int, stop: int, number: int) -> SegmentTable:
         """The segments of a tensor within [start, stop) of it, counted from there, as those of source `number`."""

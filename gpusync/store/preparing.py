@@ -15,7 +15,7 @@ from gpusync.errors import DigestMismatchError
 from gpusync.layout import ReadTensor
 from gpusync.store.casts import CastBatch
 from gpusync.store.compact import Step
-from gpusync.store.fingerprint import bind_fingerprints
+from gpusync.store.fingerprint import bind_fingerprints, known_fingerprints, without
 from gpusync.store.load import LoadedStep, Request, is_dense, load, span_of
 from gpusync.store.operations import bind_operations, held_by
 from gpusync.store.restore import write_back
@@ -71,9 +71,12 @@ class Preparing:
     ) -> ExpectedPart:
         """What the `live` bytes have to be after the commit: those `made` in the scratch."""
         memory, sizes = self.store.memory, self.store.sizes(names)
-        found = bind_fingerprints(made, [scratch], sizes, memory=memory).take()
+        updates = [self.prepared.updates[name] for name in names]
+        checksums = [each.checksum if each.algorithm == "xxh3-128" else None for each in updates]
+        known = known_fingerprints(made, sizes, checksums)
+        found = bind_fingerprints(without(made, known), [scratch], sizes, memory=memory).take()
         return ExpectedPart(
-            names=names, fingerprints=found, live=bind_fingerprints(live, buffers, sizes, memory=memory)
+            names=names, fingerprints=known | found, live=bind_fingerprints(live, buffers, sizes, memory=memory)
         )
 
     def _attempt(self, batch: tuple[str, ...], damaged: Mapping[str, ReadTensor]) -> None:

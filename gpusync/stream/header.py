@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gpusync.errors import NOWHERE, HeaderError, Where
 from gpusync.stream.dtypes import DTYPE_BITS
@@ -149,44 +150,36 @@ def _parse_metadata(metadata: object, *, where: Where) -> dict[str, str]:
 
 
 def _parse_tensor(name: str, entry: object, *, data_offset: int, where: Where) -> TensorRange:
-    where = Where(path=where.path, version=where.version, tensor=name)
-    if len(name.encode("utf-8")) > MAX_NAME_BYTES:
-        raise HeaderError("tensor name is too long", where=where, expected=f"at most {MAX_NAME_BYTES} bytes")
+    wrong = partial(HeaderError, where=where, tensor=name)
+    if len(name) > MAX_NAME_BYTES or len(name.encode("utf-8")) > MAX_NAME_BYTES:
+        raise wrong("tensor name is too long", expected=f"at most {MAX_NAME_BYTES} bytes")
     if not isinstance(entry, dict):
-        raise HeaderError("tensor is not described by an object", where=where)
+        raise wrong("tensor is not described by an object")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or not (dtype in DTYPE_BITS or _DTYPE_NAME.fullmatch(dtype)):
-        raise HeaderError("tensor has no dtype", where=where, found=_shown(dtype))
-    shape = _sizes(entry.get("shape"), "shape", where=where)
+        raise wrong("tensor has no dtype", found=_shown(dtype))
+    shape, offsets = (_sizes(entry.get(what), what, where=where, tensor=name) for what in ("shape", "data_offsets"))
     if len(shape) > MAX_RANK:
-        raise HeaderError("tensor has too many dimensions", where=where, expected=MAX_RANK, found=len(shape))
-    offsets = _sizes(entry.get("data_offsets"), "data_offsets", where=where)
+        raise wrong("tensor has too many dimensions", expected=MAX_RANK, found=len(shape))
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise HeaderError("data_offsets are no range", where=where, found=_shown(offsets))
+        raise wrong("data_offsets are no range", found=_shown(offsets))
     begin, end = offsets
-    _check_size(dtype, shape, end - begin, where=where)
+    bits = DTYPE_BITS.get(dtype)
+    needed = None if bits is None else math.prod(shape) * bits
+    if needed is not None and needed != (end - begin) * 8:
+        raise wrong(
+            "shape and dtype disagree with data_offsets",
+            expected=f"{(end - begin) * 8} bits",
+            found=f"{needed if needed <= MAX_OFFSET else 'far too many'} for {dtype}{list(shape)}",
+        )
     return TensorRange(name=name, dtype=dtype, shape=shape, offset=data_offset + begin, nbytes=end - begin)
 
 
-def _sizes(values: object, what: str, *, where: Where) -> tuple[int, ...]:
+def _sizes(values: object, what: str, *, where: Where, tensor: str) -> tuple[int, ...]:
     # type(), not isinstance(): True is an int.
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value <= MAX_OFFSET for value in values):
-        raise HeaderError(f"{what} is not a list of sizes", where=where, found=_shown(values))
+        raise HeaderError(f"{what} is not a list of sizes", where=where, tensor=tensor, found=_shown(values))
     return tuple(values)
-
-
-def _check_size(dtype: str, shape: tuple[int, ...], nbytes: int, *, where: Where) -> None:
-    bits = DTYPE_BITS.get(dtype)
-    if bits is None:
-        return
-    needed = math.prod(shape) * bits
-    if needed != nbytes * 8:
-        raise HeaderError(
-            "shape and dtype disagree with data_offsets",
-            where=where,
-            expected=f"{nbytes * 8} bits",
-            found=f"{needed if needed <= MAX_OFFSET else 'far too many'} for {dtype}{list(shape)}",
-        )
 
 
 def _check_contiguous(tensors: Iterable[TensorRange], *, data_offset: int, where: Where) -> int:

@@ -56,6 +56,8 @@ def read_shards(directory: Path, index: VersionIndex, *, follow_links: bool, whe
     headers = _read_headers(directory, index, follow_links=follow_links, where=where)
     twice = _match_names(directory, headers, index.weight_map, where=where)
 
+    paths = {file: directory / file for file in headers}
+
     def stored(name: str, file: str) -> StoredTensor:
         entry = headers[file].tensors[name]
         return StoredTensor(
@@ -66,9 +68,7 @@ def read_shards(directory: Path, index: VersionIndex, *, follow_links: bool, whe
             offset=entry.offset,
             nbytes=entry.nbytes,
             checksum=_checksum(
-                headers[file],
-                index.checksum_format,
-                where=Where(path=directory / file, version=where.version, tensor=name),
+                name, headers[file], index.checksum_format, where=Where(path=paths[file], version=where.version)
             ),
             payload_checksum=index.payload_checksums.get(name),
         )
@@ -141,14 +141,14 @@ def _match_names(
     return twice
 
 
-def _checksum(header: ShardHeader, algorithm: str | None, *, where: Where) -> str | None:
+def _checksum(name: str, header: ShardHeader, algorithm: str | None, *, where: Where) -> str | None:
     """The tensor's checksum. Where the index names an algorithm, every tensor has one."""
     if algorithm is None:
         return None
-    checksum = header.metadata.get(where.tensor or "")
+    checksum = header.metadata.get(name)
     if checksum is None:
-        raise HeaderError("tensor has no checksum", where=where, expected=f"{algorithm} in __metadata__")
+        raise HeaderError("tensor has no checksum", where=where, tensor=name, expected=f"{algorithm} in __metadata__")
     if not is_checksum(algorithm, checksum):
         shown = checksum if len(checksum) <= 80 else f"{checksum[:80]}..."
-        raise HeaderError("checksum is malformed", where=where, expected=algorithm, found=shown)
+        raise HeaderError("checksum is malformed", where=where, tensor=name, expected=algorithm, found=shown)
     return checksum

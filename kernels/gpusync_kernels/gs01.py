@@ -39,25 +39,19 @@ MAX_STREAMS_OF_PART = 64
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A parsed head. `offsets`, int64 [streams, 5]: where literals, index, unary and fields begin; the end."""
+    """A parsed head. Per stream `base` is the element that its positions count from, `span` how many elements its part
+    has; `offsets`, int64 [streams, 5]: where literals, index, unary and fields begin; the end.
+    """
 
     element_bytes: int
     order: int
     part_log2: int
     elements: int
     streams: npt.NDArray[Any]
+    base: Ints
+    span: Ints
     offsets: Ints
     nbytes: int
-
-    @property
-    def base(self) -> Ints:
-        """Per stream, the element that its positions count from."""
-        return self.streams["part"].astype(np.int64) << self.part_log2
-
-    @property
-    def span(self) -> Ints:
-        """Per stream, how many elements its part has."""
-        return np.minimum(self.elements - self.base, 1 << self.part_log2)
 
     @property
     def blocks(self) -> Ints:
@@ -67,7 +61,7 @@ class Blob:
     @property
     def literal_bytes(self) -> Ints:
         """Per stream, the bytes of its literal words, padded to 8; 0 for a step stream."""
-        return _literal_bytes(self.streams, self.element_bytes)
+        return padded_literals(self.streams, self.element_bytes)
 
 
 def head_bytes(start: ByteString) -> int:
@@ -89,7 +83,10 @@ def parse_blob(head: ByteString, nbytes: int) -> Blob:
     start = HEAD.size + DESCRIPTOR.itemsize * count
     _require(count >= 1 and start + END_BYTES <= nbytes and len(head) >= start, f"{count} streams do not fit")
     streams = np.frombuffer(head, DESCRIPTOR, count=count, offset=HEAD.size)
-    blob = Blob(element_bytes, order, part_log2, elements, streams, _offsets(streams, element_bytes, start), nbytes)
+    base = streams["part"].astype(np.int64) << part_log2
+    span = np.minimum(elements - base, 1 << part_log2)
+    offsets = _offsets(streams, element_bytes, start)
+    blob = Blob(element_bytes, order, part_log2, elements, streams, base, span, offsets, nbytes)
     _check_streams(blob)
     return blob
 
@@ -116,40 +113,44 @@ def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, st
 
 def _offsets(streams: npt.NDArray[Any], element_bytes: int, start: int) -> Ints:
     nbits, count = streams["nbits"].astype(np.int64), streams["count"].astype(np.int64)
-    literal = _literal_bytes(streams, element_bytes)
-    index = 8 * -(-nbits // BLOCK_BITS)
-    unary = 4 * -(-nbits // 32)
-    fields = 4 * -(-count * (streams["k"].astype(np.int64) + streams["v"]) // 32)
-    total = literal + _pad(index + unary + fields)
-    first = start + np.cumsum(total) - total
-    return np.stack(
-        [first, first + literal, first + literal + index, first + literal + index + unary, first + total], 1
-    )
+    width = streams["k"].astype(np.int64) + streams["v"]
+    found = np.empty((len(streams), 5), np.int64)
+    literal, index, unary, fields, end = found.T
+    index[:] = padded_literals(streams, element_bytes)
+    unary[:] = index + -(-nbits // BLOCK_BITS) * 8
+    fields[:] = unary + -(-nbits // 32) * 4
+    end[:] = index + _pad(fields - index + -(-count * width // 32) * 4)
+    literal[:] = 0
+    found += (np.cumsum(end) - end + start)[:, None]
+    return found
 
 
 def _check_streams(blob: Blob) -> None:
     """Every bound that the decoders rely on."""
     streams, span = blob.streams, blob.span
-    count, nbits = streams["count"].astype(np.int64), streams["nbits"].astype(np.int64)
+    count, nbits, k, v, g = (streams[name].astype(np.int64) for name in ("count", "nbits", "k", "v", "g"))
     literal = streams["kind"] == LITERAL
     checks = (
         (blob.base < blob.elements, "part out of range"),
         ((count >= 1) & (count <= span), "count out of range"),
-        ((streams["k"] <= 16) & (streams["v"] <= 16), "k or v out of range"),
-        ((count <= nbits) & (nbits <= count + (span >> streams["k"])), "bit count out of range"),
+        ((k <= 16) & (v <= 16), "k or v out of range"),
+        ((count <= nbits) & (nbits <= count + (span >> k)), "bit count out of range"),
         (streams["kind"] <= LITERAL, "unknown kind"),
-        (np.where(literal, (streams["v"] == 0) & (streams["g"] == 0), streams["v"] >= 1), "v or g do not fit the kind"),
-        (streams["g"] < 8 * blob.element_bytes, "g out of range"),
+        (np.where(literal, v + g == 0, v >= 1), "v or g do not fit the kind"),
+        (g < 8 * blob.element_bytes, "g out of range"),
     )
-    for holds, what in checks:
-        _require(bool(holds.all()), f"stream {int(np.argmin(holds))}: {what}")
-    most = int(np.unique(streams["part"], return_counts=True)[1].max())
+    if not np.logical_and.reduce([holds for holds, _ in checks]).all():
+        holds, what = next(check for check in checks if not check[0].all())
+        raise _wrong(f"stream {int(np.argmin(holds))}: {what}")
+    most = len(streams)
+    if most > MAX_STREAMS_OF_PART:
+        most = int(np.unique(streams["part"], return_counts=True)[1].max())
     _require(most <= MAX_STREAMS_OF_PART, f"{most} streams of one part, expected at most {MAX_STREAMS_OF_PART}")
     end = int(blob.offsets[-1, 4])
     _require(end + END_BYTES == blob.nbytes, f"{blob.nbytes} bytes, expected {end + END_BYTES}")
 
 
-def _literal_bytes(streams: npt.NDArray[Any], element_bytes: int) -> Ints:
+def padded_literals(streams: npt.NDArray[Any], element_bytes: int | Ints) -> Ints:
     return np.where(streams["kind"] == LITERAL, _pad(streams["count"].astype(np.int64) * element_bytes), 0)
 
 
@@ -159,4 +160,8 @@ def _pad(nbytes: Ints) -> Ints:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(f"not a GS01 blob: {what}")
+        raise _wrong(what)
+
+
+def _wrong(what: str) -> ValueError:
+    return ValueError(f"not a GS01 blob: {what}")

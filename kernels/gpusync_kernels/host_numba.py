@@ -205,17 +205,45 @@ def _add(words, index, steps, bits, flipped, sign):
 
 
 @_compiled
+def _block_with(words, index, blocks, position):
+    """The last block that begins at or before a position of its part, by its index; the first if none does."""
+    low, high = int64(0), int64(blocks)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if int64(words[index + 2 * middle]) <= position:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@_compiled
+def _drop_before(index, steps, found):
+    """Leaves out the changes that lie before the first word; returns how many are left."""
+    skipped = 0
+    while skipped < found and index[skipped] < 0:
+        skipped += 1
+    for change in range(found - skipped):
+        index[change], steps[change] = index[change + skipped], steps[change + skipped]
+    return found - skipped
+
+
+@_compiled
 def _add_streams(words, data, streams, bits, flipped, revert):
     index, steps, olds = np.empty(1024, np.int64), np.empty(1024, np.int64), np.empty(1024, words.dtype)
     for number in range(len(streams)):
-        position, span, count, nbits = streams[number, :4]
+        start, span, count, nbits = streams[number, :4]
         low_bits, high_bits, magnitude = streams[number, 4:7]
-        end, k, width = position + span, uint64(low_bits), uint64(low_bits + high_bits)
-        unary, fields = streams[number, 7] >> 2, streams[number, 8] >> 2
+        end, k, width = min(start + span, len(words)), uint64(low_bits), uint64(low_bits + high_bits)
+        pairs, unary, fields = streams[number, 7] >> 2, streams[number, 8] >> 2, streams[number, 9] >> 2
         low, high = (uint64(1) << k) - uint64(1), (uint64(1) << (width - k)) - uint64(1)
-        at, rank = uint64(0), int64(0)
-        for block in range(0, (nbits + 31) // 32, 32):
-            found = 0
+        first = _block_with(data, pairs, (nbits + 1023) >> 10, -start) if start < 0 else int64(0)
+        position, rank = start + int64(data[pairs + 2 * first]), min(int64(data[pairs + 2 * first + 1]), count)
+        at = uint64(rank) * width
+        for block in range(32 * first, (nbits + 31) // 32, 32):
+            if position >= end:
+                break
+            is_before, found = position < 0, 0
             for place in range(block, min(block + 32, (nbits + 31) // 32)):
                 word = uint64(data[unary + place])
                 left = min(nbits - 32 * place, 32)
@@ -242,6 +270,8 @@ def _add_streams(words, data, streams, bits, flipped, revert):
             if position > end:
                 while found > 0 and index[found - 1] >= end:
                     found -= 1
+            if is_before:
+                found = _drop_before(index, steps, found)
             for change in range(found):  # loads alone: many cache misses in flight
                 olds[change] = words[index[change]]
             for change in range(found):

@@ -97,14 +97,20 @@ def add_steps(words: Words, index: Ints, steps: Words, *, order: int, revert: bo
 
 
 def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert: bool) -> None:
-    """Adds the steps of whole streams of one blob, of which `data` are the bytes; or takes them off.
+    """Adds those steps of a blob's streams that lie in `words`, or takes them off; `data` are the blob's bytes.
 
-    `streams`, int64 [streams, 9]: the index in `words` that positions count from, span, count, nbits, k, v, 2**g, and
-    where unary and fields begin. The head has been checked; changes behind the span are left out.
+    `streams`, int64 [streams, 10]: the index in `words` (or before them) that positions count from, span, count, nbits,
+    k, v, 2**g, and where index, unary and fields begin. The head has been checked; changes behind the span are left
+    out.
     """
-    for start, span, count, nbits, k, v, magnitude, unary_at, fields_at in streams.tolist():
-        rank, position = 0, start
-        for bit in range(0, nbits, _STRETCH_BITS):
+    for start, span, count, nbits, k, v, magnitude, index_at, unary_at, fields_at in streams.tolist():
+        stop = min(start + span, len(words))
+        pairs = data[index_at:unary_at].view("<u4").reshape(-1, 2)
+        block = max(int(np.searchsorted(pairs[:, 0], -start, "right")) - 1, 0) if start < 0 else 0
+        position, rank = start + int(pairs[block, 0]), min(int(pairs[block, 1]), count)
+        for bit in range(block * BLOCK_BITS, nbits, _STRETCH_BITS):
+            if position >= stop:
+                break
             bits = min(_STRETCH_BITS, nbits - bit)
             ones = _ones(data[unary_at + bit // 8 : unary_at + -(-(bit + bits) // 8)], bits)[: count - rank]
             found = len(ones)
@@ -117,11 +123,11 @@ def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert:
             positions += ones
             positions += position - 1
             packed >>= np.uint32(k)
-            if end > start + span:
-                found = int(np.searchsorted(positions, start + span))
-            steps = step_of(packed[:found], magnitude, words.itemsize)
-            add_steps(words, positions[:found], steps, order=order, revert=revert)
-            rank, position = rank + len(ones), end
+            first = 0 if position >= 0 else int(np.searchsorted(positions, 0))
+            last = found if end <= stop else int(np.searchsorted(positions, stop))
+            steps = step_of(packed[first:last], magnitude, words.itemsize)
+            add_steps(words, positions[first:last], steps, order=order, revert=revert)
+            rank, position = rank + found, end
 
 
 def change_words(words: Words, positions: npt.NDArray[Any], values: Words, *, first: int, is_xor: bool) -> None:

@@ -84,7 +84,7 @@ class SegmentTable:
 
     @classmethod
     def concat(cls, tables: Sequence[SegmentTable]) -> SegmentTable:
-        return cls(np.concatenate([table.rows for table in tables]) if tables else np.empty(0, SEGMENT))
+        return cls(np.concatenate([table.rows for table in tables], dtype=SEGMENT) if tables else np.empty(0, SEGMENT))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -255,11 +255,14 @@ def per_source(value: Column, rows: Rows) -> Ints:
 
 
 def _check_rows(rows: Rows) -> None:
-    for name in FIELDS:
-        if (rows[name] < 0).any():
-            raise ValueError(f"segment {int(np.argmax(rows[name] < 0))} has a negative {name}")
+    if not len(rows):
+        return
+    if np.ascontiguousarray(rows).view("<i8").min() < 0:
+        name = next(name for name in FIELDS if (rows[name] < 0).any())
+        raise ValueError(f"segment {int(np.argmax(rows[name] < 0))} has a negative {name}")
+    several = rows["rows"] > 1
     for side in ("dst", "src"):
-        overlaps = (rows["rows"] > 1) & (rows[f"{side}_stride"] < rows["row_bytes"])
+        overlaps = several & (rows[f"{side}_stride"] < rows["row_bytes"])
         if overlaps.any():
             raise ValueError(f"rows of segment {int(np.argmax(overlaps))} overlap: {side}_stride below row_bytes")
 

@@ -21,10 +21,9 @@ from gpusync_kernels.host_numpy import step_of
 from gpusync_kernels.moves import check_side
 from gpusync_kernels.placed import UNSIGNED, element_rows, elements_of, locate
 from gpusync_kernels.segments import Rows, SegmentTable, merge_rows
-from gpusync_kernels.sparse_items import blocks_between, join_streams, streams_of
+from gpusync_kernels.sparse_items import blocks_between, join_streams, step_columns, streams_of
 
 BLOB_ALIGN = 8
-_STEP_COLUMNS = ("span", "count", "nbits", "k", "v", "magnitude", "unary_at", "fields_at")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,38 +74,36 @@ class BoundSparse:
         return blocks_between(stream, index, low, high)
 
     @cached_property
-    def is_whole(self) -> npt.NDArray[np.bool_]:
-        """Per pair of stream and segment: steps of a part that all lies in one row."""
-        streams, segments = self.streams[self.stream_of], self.segments[self.segment_of]
-        lead = streams["base"] - segments["src_offset"]
-        held = (lead >= 0) & (lead + streams["span"] <= segments["row_bytes"])
-        whole: npt.NDArray[np.bool_] = held & (segments["rows"] == 1) & (streams["kind"] != LITERAL)
-        return whole
+    def is_run(self) -> npt.NDArray[np.bool_]:
+        """Per pair of stream and segment: steps, and a segment of one row."""
+        is_step = self.streams["kind"][self.stream_of] != LITERAL
+        run: npt.NDArray[np.bool_] = is_step & (self.segments["rows"][self.segment_of] == 1)
+        return run
 
     @cached_property
-    def whole(self) -> list[tuple[Any, Any, int, Ints]]:
-        """Of whole pairs, by payload and segment: the destination's words, the blob, its order, and its streams as
+    def runs(self) -> list[tuple[Any, Any, int, Ints]]:
+        """Of such pairs, by payload and segment: the destination's words, the blob, its order, and its streams as
         `add_streams` takes them.
         """
         buffers = [byte_view(buffer) for buffer in self.dst]
-        i, j = self.stream_of[self.is_whole], self.segment_of[self.is_whole]
+        i, j = self.stream_of[self.is_run], self.segment_of[self.is_run]
         streams = self.streams[i]
-        lead = streams["base"] - self.segments["src_offset"][j]
-        rows = np.stack([lead, *(streams[name] for name in _STEP_COLUMNS)], 1)
+        rows = step_columns(streams)
+        rows[:, 0] -= self.segments["src_offset"][j]
         pair = streams["payload"] * max(1, len(self.segments)) + j
         order = np.argsort(pair, kind="stable")
         cuts = np.flatnonzero(np.diff(pair[order])) + 1
         found = []
         for these in np.split(order, cuts) if len(order) else []:
             payload, segment = self.payloads[streams["payload"][these[0]]], self.segments[j[these[0]]]
-            words = elements_of(buffers, segment, payload.blob.element_bytes)
+            words = elements_of(buffers, segment, payload.blob.element_bytes)[: segment["row_bytes"]]
             found.append((words, byte_view(payload.data), payload.blob.order, rows[these]))
         return found
 
     def placed(self) -> Iterator[tuple[Any, Any, Any, Ints, Any]]:
         """Per other pair: the stream, the destination's words, values, where they go, and ranks."""
         buffers = [byte_view(buffer) for buffer in self.dst]
-        other = ~self.is_whole
+        other = ~self.is_run
         for i, j in zip(self.stream_of[other], self.segment_of[other], strict=True):
             stream, segment = self.streams[i], self.segments[j]
             first, stop = self._blocks(stream, segment)
@@ -121,7 +118,7 @@ class BoundSparse:
 
     def upload(self) -> None:
         """Makes the tables now, on the device where there is one: operations have nothing left to do but launch."""
-        _ = self.whole if self.device is None else self.uploaded
+        _ = self.runs if self.device is None else self.uploaded
 
     @cached_property
     def uploaded(self) -> tuple[Any, Any]:
@@ -164,7 +161,7 @@ def sparse_revert(bound: BoundSparse) -> None:
 
 def sparse_reference(bound: BoundSparse, *, revert: bool) -> None:
     add_steps, add_streams = host_ops().add_steps, host_ops().add_streams
-    for words, data, order, streams in bound.whole:
+    for words, data, order, streams in bound.runs:
         add_streams(words, data, streams, order=order, revert=revert)
     for stream, target, values, index, ranks in bound.placed():
         if stream["kind"] == LITERAL:

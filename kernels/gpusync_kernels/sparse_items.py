@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpusync_kernels.buffers import Ints
-from gpusync_kernels.gs01 import LITERAL, Blob
+from gpusync_kernels.gs01 import DESCRIPTOR, LITERAL, Blob, padded_literals
+from gpusync_kernels.host_numpy import BLOCK_BITS
 from gpusync_kernels.placed import join_sources
 from gpusync_kernels.segments import Rows
 from gpusync_kernels.tiling import Launch, map_programs
@@ -53,7 +54,7 @@ def streams_of(blobs: Sequence[tuple[int, Blob]]) -> npt.NDArray[Any]:
     rows = np.zeros(int(counts.sum()), STREAM)
     if not len(rows):
         return rows
-    heads = np.concatenate([blob.streams for _, blob in blobs])
+    heads = np.concatenate([blob.streams for _, blob in blobs], dtype=DESCRIPTOR)
     rows["payload"] = np.repeat(np.arange(len(blobs)), counts)
     rows["number"] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     rows["source"] = np.repeat([source for source, _ in blobs], counts)
@@ -62,13 +63,21 @@ def streams_of(blobs: Sequence[tuple[int, Blob]]) -> npt.NDArray[Any]:
     for name in ("count", "nbits", "k", "v", "kind"):
         rows[name] = heads[name]
     rows["magnitude"] = np.left_shift(1, heads["g"].astype(np.int64))
-    for name in ("base", "span", "blocks", "literal_bytes"):
-        rows[name] = np.concatenate([getattr(blob, name) for _, blob in blobs])
+    rows["base"] = np.concatenate([blob.base for _, blob in blobs])
+    rows["span"] = np.concatenate([blob.span for _, blob in blobs])
+    rows["blocks"] = -(-rows["nbits"] // BLOCK_BITS)
+    rows["literal_bytes"] = padded_literals(rows, rows["element_bytes"])
     offsets = np.concatenate([blob.offsets for _, blob in blobs])
     for column, name in enumerate(("literal_at", "index_at", "unary_at", "fields_at")):
         rows[name] = offsets[:, column]
     rows["undo_at"] = np.cumsum(rows["literal_bytes"]) - rows["literal_bytes"]
     return rows
+
+
+def step_columns(streams: npt.NDArray[Any]) -> Ints:
+    """Streams of steps as `add_streams` takes them, for words that are the tensor from its first element on."""
+    names = ("base", "span", "count", "nbits", "k", "v", "magnitude", "index_at", "unary_at", "fields_at")
+    return np.stack([streams[name] for name in names], 1)
 
 
 def join_streams(streams: npt.NDArray[Any], segments: Rows) -> tuple[Ints, Ints]:

@@ -92,6 +92,26 @@ def test_a_slice_takes_its_part(change, data):
     assert_same_bytes(live, held(new))
 
 
+@pytest.mark.parametrize("loops", ["numpy", "numba"])
+@settings(max_examples=60)
+@given(change=changes(), data=st.data())
+def test_a_run_takes_its_part_and_gives_it_back(loops, change, data):
+    """Elements [first, stop) between guards: streams begin before it, end behind it, or lie inside."""
+    old, new, blob = change
+    first, stop = sorted(data.draw(st.lists(st.integers(0, old.size), min_size=2, max_size=2)))
+    guard = np.full(8, 0x5A, np.uint8)
+    held = [np.concatenate([guard, words[first:stop].view(np.uint8), guard]) for words in (old, new)]
+    table = SegmentTable.flat(dst_offset=8, src_offset=first * old.itemsize, nbytes=(stop - first) * old.itemsize)
+    live, one = held[0].copy(), payload(blob)
+    undo = poisoned(one.blob.literal_bytes.sum())
+    bound = bind_sparse(table, dst=[live], payloads=[one], undo=undo)
+    with using_host_ops(loops_of(loops)):
+        sparse_apply(bound)
+        assert_same_bytes(live, held[1], "applied")
+        sparse_revert(bound)
+    assert_same_bytes(live, held[0], "reverted")
+
+
 @settings(max_examples=30)
 @given(changes(), st.data())
 def test_blocks_decode_alone(change, data):
@@ -124,9 +144,11 @@ def test_a_damaged_blob_changes_nothing_outside(loops, change, data):
         return
     if one.blob.element_bytes != old.itemsize or one.blob.elements > 1 << 20:
         return
-    room = np.full(old.nbytes + 64, 0xA5, np.uint8)
-    room[32:-32] = old.view(np.uint8)
-    table = SegmentTable.flat(dst_offset=32, nbytes=old.nbytes)
+    first, stop = sorted(data.draw(st.lists(st.integers(0, old.size), min_size=2, max_size=2)))
+    held = old[first:stop].view(np.uint8)
+    room = np.full(held.size + 64, 0xA5, np.uint8)
+    room[32:-32] = held
+    table = SegmentTable.flat(dst_offset=32, src_offset=first * old.itemsize, nbytes=held.size)
     sound = sparse_check([one])[0]
     bound = bind_sparse(table, dst=[room], payloads=[one], undo=poisoned(one.blob.literal_bytes.sum()))
     with using_host_ops(loops_of(loops)):
@@ -135,7 +157,7 @@ def test_a_damaged_blob_changes_nothing_outside(loops, change, data):
     assert (room[-32:] == 0xA5).all()
     if sound:
         sparse_revert(bound)
-        assert_same_bytes(room[32:-32], old, "a sound blob is undone, whatever it changed")
+        assert_same_bytes(room[32:-32], held, "a sound blob is undone, whatever it changed")
 
 
 def test_the_step_of_the_docstring():

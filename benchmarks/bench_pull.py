@@ -3,7 +3,8 @@
 The floor is what has to happen at least, on one thread: read the base, decode, xor, digest, write the spool of new
 values, write every touched page in place, make both writes durable. A full reload of the checkpoint is the rival. Pulls
 run in a process of their own, whose anonymous memory is watched. Every pulled state is compared with the published one;
-if one is wrong, no figure is printed. Beside xor, whose floor it is, the same states are pulled in our own encoding.
+if one is wrong, no figure is printed. Beside xor, whose floor it is, the same states are pulled in our own encoding,
+version by version.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ MAX_ANONYMOUS_BYTES = 400_000_000
 _CHILD = """
 import json, sys, time
 from gpusync import pull
+from gpusync_kernels.host import host_ops
 options = json.loads(sys.argv[1])
+start = time.perf_counter()
+loops = host_ops().name
 wall, cpu = time.perf_counter(), time.process_time()
-report = pull(**options)
-print(json.dumps({"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "stages": report.seconds}))
+pull(**options)
+ended, used = time.perf_counter(), time.process_time()
+print(json.dumps({"loops": loops, "loops_s": wall - start, "wall_s": ended - wall, "cpu_s": used - cpu}))
 """
 
 
@@ -51,38 +56,79 @@ def main(
     size: str, density: float, encoding: str, repeats: int, work_dir: Path | None, as_json: bool, as_csv: bool
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-pull-", dir=work_dir) as temporary:
-        settings = Settings(nbytes=SIZES[size], density=density)
-        ours: list[Pull] = []
-        if encoding == "xor":
-            beside = Stream(work=Path(temporary) / "gpusync", settings=settings, encoding="gpusync")
-            ours = beside.run(repeats)
-            shutil.rmtree(beside.work)
-        stream = Stream(work=Path(temporary), settings=settings, encoding=encoding)
-        pulls = stream.run(repeats)
+        states = States(work=Path(temporary), settings=Settings(nbytes=SIZES[size], density=density))
+        encodings = ["xor", "gpusync"] if encoding == "xor" else [encoding]
+        streams = [Stream(states=states, work=Path(temporary) / name, encoding=name) for name in encodings]
+        # The first pulls warm the page cache, and read the mirror's files for the first time; they do not count.
+        _, *pulls = [_sync(states, streams) for _ in range(repeats + 1)]
+        stream, *others = streams
+        taken, *ours = [list(each) for each in zip(*pulls, strict=True)]
         reload = measure(lambda: time_full_reload(stream.local_dir), repeats=repeats)
         # Last, because it writes into the local files behind the mirror's back.
-        floor = stream.measure_floor(repeats) if encoding == "xor" else {}
-        emit([_report(stream, pulls, ours, floor, reload)], directory=stream.work, as_json=as_json, as_csv=as_csv)
+        floor = stream.measure_floor(repeats) if others else {}
+        report = _report(stream, taken, ours[0] if ours else [], floor, reload)
+        emit([report], directory=states.work, as_json=as_json, as_csv=as_csv)
+
+
+def _sync(states: States, streams: list[Stream]) -> list[Pull]:
+    """One more version: published and pulled in each encoding, one after the other."""
+    states.advance()
+    pulls = [stream.sync() for stream in streams]
+    states.forget()
+    return pulls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
+    """Without the `loops_s` that a process takes once to load its `loops`."""
+
+    loops: str
+    loops_s: float
     wall_s: float
     cpu_s: float
     anonymous_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
-class Stream:
-    """A trainer's side, a stream and a local checkpoint under `work`. `version` is the newest published one."""
+class States:
+    """A trainer's side: its state after each version. `version` is the newest."""
 
     work: Path
     settings: Settings
-    encoding: str
     version: int = 0
-    elements: int = 0
+    elements: int = field(init=False)
     elements_changed: int = 0
+
+    def __post_init__(self) -> None:
+        self.elements = write_base(self.directory(0), self.settings)
+
+    def directory(self, version: int) -> Path:
+        return self.work / f"state_{version}"
+
+    def advance(self) -> None:
+        self.version += 1
+        before, after = self.directory(self.version - 1), self.directory(self.version)
+        self.elements_changed = write_next(before, after, self.settings, step=self.version)
+
+    def forget(self) -> None:
+        """Version 0 is the pulls' base directory, the one before the newest the floor's."""
+        if self.version >= 3:
+            shutil.rmtree(self.directory(self.version - 2))
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """The states published in one encoding, and a local checkpoint that follows, under `work`."""
+
+    states: States
+    work: Path
+    encoding: str
     publisher: Publisher = field(init=False)
+
+    def __post_init__(self) -> None:
+        base_dir = self.states.directory(0)
+        self.publisher = Publisher(self.source_dir, base_dir=base_dir, encoding=self.encoding)
+        self._pull(0)
 
     @property
     def source_dir(self) -> Path:
@@ -92,63 +138,48 @@ class Stream:
     def local_dir(self) -> Path:
         return self.work / "local"
 
-    def state_dir(self, version: int) -> Path:
-        return self.work / f"state_{version}"
-
-    def run(self, repeats: int) -> list[Pull]:
-        """The first pull warms the page cache, and reads the mirror's files for the first time; it does not count."""
-        self.start()
-        self.sync()
-        return [self.sync() for _ in range(repeats)]
-
-    def start(self) -> None:
-        self.elements = write_base(self.state_dir(0), self.settings)
-        self.publisher = Publisher(self.source_dir, base_dir=self.state_dir(0), encoding=self.encoding)
-        self._pull()
-
     def sync(self) -> Pull:
-        """Publish one more version, pull it, compare; only the pull is measured."""
-        before, self.version = self.state_dir(self.version), self.version + 1
-        after = self.state_dir(self.version)
-        self.elements_changed = write_next(before, after, self.settings, step=self.version)
-        self.publisher.publish(CheckpointTensors(after), version=self.version)
-        if self.version >= 3:  # version 0 is the pull's base directory, the one before the newest the floor's
-            shutil.rmtree(self.state_dir(self.version - 2))
+        """Publish the newest state, pull it, compare; only the pull is measured."""
+        version = self.states.version
+        after = self.states.directory(version)
+        self.publisher.publish(CheckpointTensors(after), version=version)
         os.sync()
-        pulled = self._pull()
+        pulled = self._pull(version)
         check_equal(self.local_dir, after)
         return pulled
 
     def measure_floor(self, repeats: int) -> dict[str, Timing]:
-        base = read_checkpoint(self.state_dir(self.version - 1))
-        version = read_version(self.source_dir, self.version)
+        newest = self.states.version
+        base = read_checkpoint(self.states.directory(newest - 1))
+        version = read_version(self.source_dir, newest)
         floor = measure_floor(base, version, local_dir=self.local_dir, repeats=repeats)
-        check_equal(self.local_dir, self.state_dir(self.version))
+        check_equal(self.local_dir, self.states.directory(newest))
         return floor
 
-    def _pull(self) -> Pull:
+    def _pull(self, version: int) -> Pull:
         options = {
             "local_checkpoint_dir": str(self.local_dir),
-            "base_dir": str(self.state_dir(0)),
+            "base_dir": str(self.states.directory(0)),
             "source_dir": str(self.source_dir),
-            "target_version": self.version,
+            "target_version": version,
         }
         printed, anonymous_bytes = run_watched([sys.executable, "-c", _CHILD, json.dumps(options)])
-        told = json.loads(printed)
-        return Pull(wall_s=told["wall_s"], cpu_s=told["cpu_s"], anonymous_bytes=anonymous_bytes)
+        return Pull(**json.loads(printed), anonymous_bytes=anonymous_bytes)
 
 
 def _report(stream: Stream, pulls: list[Pull], ours: list[Pull], floor: dict[str, Timing], reload: Timing) -> Report:
-    nbytes = 2 * stream.elements
+    states = stream.states
+    nbytes = 2 * states.elements
     wall_s = statistics.median(pull.wall_s for pull in pulls)
     anonymous_bytes = max(pull.anonymous_bytes for pull in pulls)
-    wire_bytes = sum(file.stat().st_size for file in version_path(stream.source_dir, stream.version).iterdir())
+    wire_bytes = sum(file.stat().st_size for file in version_path(stream.source_dir, states.version).iterdir())
     rows = [_row(part, floor[part].wall_s, floor[part].cpu_s, nbytes) for part in PARTS if part in floor]
     notes = [
-        f"{stream.elements_changed / stream.elements:.2%} of the elements changed; the version is {wire_bytes:,} bytes,"
+        f"{states.elements_changed / states.elements:.2%} of the elements changed; the version is {wire_bytes:,} bytes,"
         f" {wire_bytes / nbytes:.2%} of the checkpoint's {nbytes:,}",
         f"anonymous memory of the pulling process: {anonymous_bytes / 1e6:.0f} MB at most "
         + _judged(anonymous_bytes, MAX_ANONYMOUS_BYTES, f"at most {MAX_ANONYMOUS_BYTES // 10**6} MB", stream),
+        f"loops: {pulls[0].loops}; loading them, once in a process, took {pulls[-1].loops_s:.2f} s and is not counted",
         "every pulled state was equal to the published one, bit for bit",
     ]
     if floor:
@@ -158,13 +189,15 @@ def _report(stream: Stream, pulls: list[Pull], ours: list[Pull], floor: dict[str
         if ours:
             ratio = statistics.median(pull.wall_s for pull in ours) / floor_s
             notes.insert(1, _over_floor("pull, gpusync,", ratio, stream))
+            paired = statistics.median(each.wall_s / other.wall_s for each, other in zip(ours, pulls, strict=True))
+            notes.insert(2, f"pull, gpusync, over pull, version by version: {paired:.2f} (target: below 1)")
     rows += [
         _pull_row("pull", pulls, nbytes),
         *([_pull_row("pull, gpusync", ours, nbytes)] if ours else []),
         _row("rival: full reload with safetensors", reload.wall_s, reload.cpu_s, nbytes),
     ]
     return Report(
-        title=f"{stream.encoding} delta of {stream.settings.density:.2%}, median of {len(pulls)}",
+        title=f"{stream.encoding} delta of {states.settings.density:.2%}, median of {len(pulls)}",
         columns=("part", "wall s", "CPU s", "GB/s", "anonymous MB"),
         rows=rows,
         notes=notes,
@@ -187,7 +220,7 @@ def _row(part: str, wall_s: float, cpu_s: float, nbytes: int) -> dict[str, objec
 
 
 def _judged(found: float, limit: float, target: str, stream: Stream) -> str:
-    if stream.settings.nbytes < SIZES["1GB"]:
+    if stream.states.settings.nbytes < SIZES["1GB"]:
         return f"(target from 1 GB on: {target})"
     return f"(target: {target}; {'met' if found <= limit else 'MISSED'})"
 

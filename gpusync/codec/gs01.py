@@ -1,7 +1,8 @@
 """Decodes GS01 payloads, sparse steps, on the host. The layout is drawn in `gpusync_kernels.gs01`.
 
 Streams are decoded in step with the windows, those of one part of the tensor side by side, in bounded chunks; every
-check of the format is made on the way, before the window that it concerns is changed.
+check of the format is made on the way, before the window that it concerns is changed. Compiled loops find it faster to
+check a blob in memory as a whole, and then to add what its index says lies in a window.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from gpusync.codec.gs01_stream import Ints, StreamReader
-from gpusync.codec.payload import U8, Payload, as_bytes, read_head
+from gpusync.codec.payload import U8, HeldPayload, Payload, as_bytes, read_head
 from gpusync.codec.windows import WINDOW_BYTES, WindowOrder, pieces
 from gpusync.errors import NOWHERE, PayloadError, Where
-from gpusync_kernels.gs01 import END_BYTES, HEAD, MAGIC, MAX_STREAMS_OF_PART, Blob, head_bytes, parse_blob
+from gpusync_kernels.gs01 import (
+    END_BYTES,
+    HEAD,
+    LITERAL,
+    MAGIC,
+    MAX_STREAMS_OF_PART,
+    Blob,
+    decode_stream,
+    head_bytes,
+    parse_blob,
+)
 from gpusync_kernels.host import host_ops
+from gpusync_kernels.sparse_items import blocks_between, step_columns, streams_of
 
 GS01_MAGIC = MAGIC
 # Parts of an encoder of ours are not larger; what others make is checked window by window, which takes longer.
@@ -30,7 +42,7 @@ class Gs01Decoder:
     """Adds steps to old words and replaces words by literals, window by window. Windows hold whole elements.
 
     `blob` is the parsed head, checked against the tensor and the payload's length; `payload` what it was read from.
-    Streams are checked as far as windows have come; `check` goes through all of them without a tensor.
+    Streams are checked at least as far as windows have come; `check` goes through all of them without a tensor.
     """
 
     needs_base = True
@@ -41,17 +53,14 @@ class Gs01Decoder:
         self.unit_bytes = element_bytes
         self._order = WindowOrder(nbytes=nbytes, unit_bytes=element_bytes, where=where)
         self._where = where
-        self._walk = _Walk(payload, self.blob, where)
+        self._streams: _Walk | _CheckedBlob | None = None
 
     def apply(self, window: U8, offset: int) -> None:
         self._order.advance(window, offset)
-        blob = self.blob
+        if self._streams is None:
+            self._streams = self._open()
         for piece, start in pieces(window, offset):
-            words = piece.view(f"<u{blob.element_bytes}")
-            changes = self._walk.changes(start // blob.element_bytes, len(words))
-            host_ops().add_steps(words, changes.index, changes.steps, order=blob.order, revert=False)
-            for index, literals in changes.literals:
-                words[index] = literals
+            self._streams.apply(piece.view(f"<u{self.unit_bytes}"), start // self.unit_bytes)
 
     def finish(self) -> None:
         self._order.finish()
@@ -64,7 +73,7 @@ class Gs01Decoder:
         if self.blob.part_log2 > MARKED_PART_LOG2:
             walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
             for first in range(0, self.blob.elements, step):
-                walk.changes(first, min(step, self.blob.elements - first))
+                walk.check(first, min(step, self.blob.elements - first))
             return
         marks = np.zeros(0, np.uint8)  # a bit for each element of one part
         part = -1
@@ -73,6 +82,45 @@ class Gs01Decoder:
             if reader.part != part:
                 part, marks = reader.part, np.zeros(-(-reader.span // 8), np.uint8)
             reader.check(marks)
+
+    def _open(self) -> _Walk | _CheckedBlob:
+        payload = self.payload
+        if host_ops().is_compiled and isinstance(payload, HeldPayload) and self.blob.part_log2 <= MARKED_PART_LOG2:
+            self.check()
+            return _CheckedBlob(np.frombuffer(payload.data.toreadonly(), np.uint8), self.blob)
+        return _Walk(payload, self.blob, self._where)
+
+
+class _CheckedBlob:
+    """A blob in memory that `check` has gone through."""
+
+    def __init__(self, data: U8, blob: Blob) -> None:
+        self._data, self._blob = data, blob
+        streams = streams_of([(0, blob)])
+        streams = streams[np.argsort(streams["base"], kind="stable")]
+        is_literal = streams["kind"] == LITERAL
+        self._literals, self._steps = streams[is_literal], streams[~is_literal]
+        self._columns = step_columns(self._steps)
+
+    def apply(self, words: npt.NDArray[Any], first: int) -> None:
+        """Changes the elements of the tensor from `first` on, as many as there are words."""
+        stop = first + len(words)
+        columns = self._columns[_reaching(self._steps, first, stop)].copy()
+        columns[:, 0] -= first
+        host_ops().add_streams(words, self._data, columns, order=self._blob.order, revert=False)
+        for stream in self._literals[_reaching(self._literals, first, stop)]:
+            index = self._data[stream["index_at"] : stream["unary_at"]].view("<u4")[::2]
+            blocks = blocks_between(stream, index, first, stop)
+            positions, _, rank = decode_stream(self._data, self._blob, int(stream["number"]), *blocks)
+            low, high = np.searchsorted(positions, [first, stop])
+            literals = self._data[stream["literal_at"] :][: stream["count"] * words.itemsize].view(words.dtype)
+            words[positions[low:high] - first] = literals[rank + low : rank + high]
+
+
+def _reaching(streams: npt.NDArray[Any], first: int, stop: int) -> slice:
+    """Those whose part has some of the elements [first, stop). They are sorted by part."""
+    ends = streams["base"] + streams["span"]
+    return slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(streams["base"], stop)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +144,18 @@ class _Walk:
         self._none = np.empty(0, f"<i{blob.element_bytes}")
         self._marks: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
 
-    def changes(self, first: int, count: int) -> _Changes:
+    def apply(self, words: npt.NDArray[Any], first: int) -> None:
+        """Changes the elements of the tensor from `first` on, as many as there are words."""
+        changes = self._take(first, len(words))
+        host_ops().add_steps(words, changes.index, changes.steps, order=self._blob.order, revert=False)
+        for index, literals in changes.literals:
+            words[index] = literals
+
+    def check(self, first: int, count: int) -> None:
+        """All that `apply` checks."""
+        self._take(first, count)
+
+    def _take(self, first: int, count: int) -> _Changes:
         """Those of elements [first, first + count). Ranges come ascending and gapless.
 
         An element that two streams change is an error.

@@ -23,21 +23,29 @@ class Payload(Protocol):
     def read_into(self, offset: int, buffer: memoryview, /) -> None: ...
 
 
+@runtime_checkable
+class HeldPayload(Payload, Protocol):
+    """One whose bytes are in memory."""
+
+    @property
+    def data(self) -> memoryview: ...
+
+
 class MemoryPayload:
-    """A `Payload` over bytes in memory; keeps a view, not a copy."""
+    """A `HeldPayload` over bytes in memory; keeps a view, not a copy."""
 
     def __init__(self, data: bytes | bytearray | memoryview | U8) -> None:
-        self._view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        self.data = memoryview(data).cast("B") if len(data) else memoryview(b"")
 
     @property
     def nbytes(self) -> int:
-        return len(self._view)
+        return len(self.data)
 
     def read_into(self, offset: int, buffer: memoryview, /) -> None:
         """Raises `ValueError` if the range leaves the data."""
-        if offset < 0 or offset + len(buffer) > len(self._view):
-            raise ValueError(f"bytes {offset}..{offset + len(buffer)} of {len(self._view)}")
-        buffer[:] = self._view[offset : offset + len(buffer)]
+        if offset < 0 or offset + len(buffer) > len(self.data):
+            raise ValueError(f"bytes {offset}..{offset + len(buffer)} of {len(self.data)}")
+        buffer[:] = self.data[offset : offset + len(buffer)]
 
 
 def read_head(payload: Payload, nbytes: int) -> bytes:

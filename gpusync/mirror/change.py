@@ -28,7 +28,7 @@ from gpusync.stream import (
     is_float_order,
 )
 
-WINDOW_BYTES = 2**20
+WINDOW_BYTES = 2 * 2**20
 PAYLOAD_IN_MEMORY_BYTES = 16 * 2**20
 DEFAULT_ALGORITHM = "xxh3-128"
 

@@ -148,7 +148,7 @@ class HostMemory:
         return f"{host_ops().name}: {where}", f"libzstd on the host: {where}"
 
     def warm_up(self) -> None:
-        return
+        host_ops()
 
     def reset_peak(self) -> None:
         self._accounts.reset_peak()

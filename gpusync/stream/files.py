@@ -122,15 +122,15 @@ class BytesSource:
 
     def __init__(self, data: bytes | Buffer, *, where: Where = NOWHERE) -> None:
         view = memoryview(data)
-        self._data = view.cast("B") if view.nbytes else memoryview(b"")
+        self.data = view.cast("B") if view.nbytes else memoryview(b"")
         self._where = where
-        self.nbytes = len(self._data)
+        self.nbytes = len(self.data)
 
     def read_into(self, offset: int, buffer: Buffer) -> None:
         view = memoryview(buffer)
         check_inside(offset, view.nbytes, self.nbytes, where=self._where)
         if view.nbytes:
-            view.cast("B")[:] = self._data[offset : offset + view.nbytes]
+            view.cast("B")[:] = self.data[offset : offset + view.nbytes]
 
 
 def _refuse_special(status: os.stat_result, *, where: Where) -> None:

@@ -21,6 +21,7 @@ class HostOps:
     """What `host_numpy` documents, function by function, under the same names."""
 
     name: str
+    is_compiled: bool
     decode_bits: Callable[..., tuple[Any, Any, Any]]
     set_marks: Callable[..., bool]
     add_steps: Callable[..., None]
@@ -33,6 +34,7 @@ class HostOps:
 
 NUMPY = HostOps(
     name="numpy",
+    is_compiled=False,
     decode_bits=host_numpy.decode_bits,
     set_marks=host_numpy.set_marks,
     add_steps=host_numpy.add_steps,
@@ -60,6 +62,7 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
         return NUMPY, f"numba cannot be imported: {error}" if is_there else "the extra `fast` would add numba"
     ops = HostOps(
         name="numba",
+        is_compiled=True,
         decode_bits=host_numba.decode_bits,
         set_marks=host_numba.set_marks,
         add_steps=host_numba.add_steps,

@@ -372,3 +372,7 @@ def _unary_bits(positions, k):
         bits += ((positions[number] - last - 1) >> k) + 1
         last = positions[number]
     return bits
+
+
+# The first call of any of them takes numba a third of a second: here, where it is chosen, and not in the first update.
+_unary_bits(np.zeros(1, np.int64), 0)

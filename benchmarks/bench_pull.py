@@ -71,11 +71,12 @@ def main(
 
 
 def _sync(states: States, streams: list[Stream]) -> list[Pull]:
-    """One more version: published and pulled in each encoding, one after the other."""
+    """One more version: published and pulled in each encoding, one after the other, each first at every other one."""
     states.advance()
-    pulls = [stream.sync() for stream in streams]
+    order = streams if states.version % 2 else streams[::-1]
+    pulls = {stream.encoding: stream.sync() for stream in order}
     states.forget()
-    return pulls
+    return [pulls[stream.encoding] for stream in streams]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

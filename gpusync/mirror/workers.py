@@ -10,7 +10,7 @@ from typing import TypeVar
 
 J = TypeVar("J")
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 256 << 10
 """Jobs of fewer bytes are mostly Python, in which threads only hinder each other."""
 
 

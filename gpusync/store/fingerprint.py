@@ -1,8 +1,7 @@
 """A rank's own digest of its slices: equal bytes under the same segments give equal fingerprints, with no exchange.
 
-Of a whole tensor it is XXH3-128. On a device it is the XXH3 chain over the rank's partial block sums, all tensors at
-once. In host memory the library's XXH3-128 of the slices, segment by segment, is several times faster; fingerprints
-never leave their rank.
+On a device it is the XXH3 chain over the rank's partial block sums, all tensors at once. In host memory the library's
+XXH3-128 of the slices, segment by segment, is several times faster; fingerprints never leave their rank.
 """
 
 from __future__ import annotations
@@ -77,10 +76,15 @@ def bind_fingerprints(
 
 
 def known_fingerprints(
-    table: SegmentTable, nbytes: npt.NDArray[np.int64], checksums: Sequence[str | None]
+    table: SegmentTable, buffers: Sequence[Any], nbytes: npt.NDArray[np.int64], checksums: Sequence[str | None]
 ) -> dict[int, Fingerprint]:
-    """The fingerprints of tensors that `table` has whole, from their `checksums`: XXH3-128 in hexadecimal, or None."""
-    known = {}
+    """The fingerprints of tensors that `table` has whole, from their `checksums`: XXH3-128 in hexadecimal, or None.
+
+    None are known on a device, where the sums of a word that rows cut are not those of the word.
+    """
+    known: dict[int, Fingerprint] = {}
+    if device_of(buffers) is not None:
+        return known
     for tensor, rows in held_by(table).items():
         checksum, rows = checksums[tensor], merge_rows(rows)
         ends = np.cumsum(rows["row_bytes"])

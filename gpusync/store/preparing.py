@@ -73,7 +73,7 @@ class Preparing:
         memory, sizes = self.store.memory, self.store.sizes(names)
         updates = [self.prepared.updates[name] for name in names]
         checksums = [each.checksum if each.algorithm == "xxh3-128" else None for each in updates]
-        known = known_fingerprints(made, sizes, checksums)
+        known = known_fingerprints(made, [scratch], sizes, checksums)
         found = bind_fingerprints(without(made, known), [scratch], sizes, memory=memory).take()
         return ExpectedPart(
             names=names, fingerprints=known | found, live=bind_fingerprints(live, buffers, sizes, memory=memory)

@@ -101,7 +101,7 @@ def add_streams(words: Words, data: Bytes, streams: Ints, *, order: int, revert:
 
     `streams`, int64 [streams, 10]: the index in `words` (or before them) that positions count from, span, count, nbits,
     k, v, 2**g, and where index, unary and fields begin. The head has been checked; changes behind the span are left
-    out.
+    out. An index that is wrong may lead to other changes, in numba to others than here.
     """
     for start, span, count, nbits, k, v, magnitude, index_at, unary_at, fields_at in streams.tolist():
         stop = min(start + span, len(words))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gpusync.digest import digest_of
+from gpusync.store import fingerprint
 from gpusync.store.fingerprint import bind_fingerprints, known_fingerprints, without
 from gpusync.store.memory import HostMemory
 from gpusync_kernels import SegmentTable
@@ -35,13 +36,24 @@ def flat(*pieces: tuple[int, int, int]) -> SegmentTable:
     ],
 )
 def test_the_checksum_of_a_tensor_held_whole_is_its_fingerprint(table: SegmentTable, known: set[int]) -> None:
-    found = known_fingerprints(table, NBYTES, CHECKSUMS)
-    assert found.keys() == known
     buffers = [np.concatenate([tensor, tensor]) for tensor in TENSORS]
+    found = known_fingerprints(table, buffers, NBYTES, CHECKSUMS)
+    assert found.keys() == known
     taken = bind_fingerprints(table, buffers, NBYTES, memory=HostMemory()).take()
     assert {number: taken[number] for number in known} == found
     assert set(without(table, found).rows["src"]) == taken.keys() - known
 
 
 def test_another_algorithm_tells_nothing() -> None:
-    assert known_fingerprints(flat((0, 0, 1000), (1, 0, 1000)), NBYTES, [None, CHECKSUMS[1], None]).keys() == {1}
+    table = flat((0, 0, 1000), (1, 0, 1000))
+    assert known_fingerprints(table, TENSORS, NBYTES, [None, CHECKSUMS[1], None]).keys() == {1}
+
+
+def test_on_a_device_no_checksum_is_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 10 bytes cut words of 8, which are summed in two parts there, with zeros for what is not held."""
+    table = SegmentTable.strided(dst_stride=10, src_stride=10, rows=100, row_bytes=10)
+    monkeypatch.setattr(fingerprint, "device_of", lambda buffers: "a device")
+    taken = bind_fingerprints(table, TENSORS, NBYTES, memory=HostMemory()).take()
+    low, high = taken[0]
+    assert f"{high << 64 | low:032x}" != CHECKSUMS[0]
+    assert known_fingerprints(table, TENSORS, NBYTES, CHECKSUMS) == {}

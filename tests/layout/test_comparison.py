@@ -107,7 +107,7 @@ def test_a_window_is_all_that_is_read_at_a_time(state):
 
     class Watched(BytesSource):
         def __init__(self, name: str) -> None:
-            super().__init__(reader_of(state)(name)._data)
+            super().__init__(reader_of(state)(name).data)
             self.name = name
 
         def read_into(self, offset, buffer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,20 @@ import pytest
 from hypothesis import settings
 
 from gpusync import PullReport, pull
+from gpusync.mirror import workers
 from support.checkpoints import State, read_state, small_state, snapshot, write_checkpoint
 
 # No test asserts a time; and a change is judged by the same examples wherever it is judged.
 settings.register_profile("gpusync", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("gpusync")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_worker_has_work() -> Iterator[None]:
+    """The tensors of tests are small: one thread alone would do them, where a test asks for two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "SMALL_BYTES", 1)
+        yield
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Streams are decoded in step with the windows, those of one part of the tensor side by side, in bounded chunks; every
 check of the format is made on the way, before the window that it concerns is changed. Compiled loops find it faster to
-check a blob in memory as a whole, and then to add what its index says lies in a window.
+check a blob in memory as a whole, and then to add what its index says lies in a window, where there are several.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from gpusync_kernels.sparse_items import blocks_between, step_columns, streams_o
 GS01_MAGIC = MAGIC
 # Parts of an encoder of ours are not larger; what others make is checked window by window, which takes longer.
 MARKED_PART_LOG2 = 24
+# Of a tensor in one window, a check of its own takes longer than it saves.
+CHECKED_ABOVE_BYTES = WINDOW_BYTES
 
 _NOWHERE: Ints = np.empty(0, np.int64)
 
@@ -73,7 +75,7 @@ class Gs01Decoder:
         if self.blob.part_log2 > MARKED_PART_LOG2:
             walk, step = _Walk(self.payload, self.blob, self._where), WINDOW_BYTES // self.unit_bytes
             for first in range(0, self.blob.elements, step):
-                walk.check(first, min(step, self.blob.elements - first))
+                walk.changes(first, min(step, self.blob.elements - first))
             return
         marks = np.zeros(0, np.uint8)  # a bit for each element of one part
         part = -1
@@ -84,11 +86,12 @@ class Gs01Decoder:
             reader.check(marks)
 
     def _open(self) -> _Walk | _CheckedBlob:
-        payload = self.payload
-        if host_ops().is_compiled and isinstance(payload, HeldPayload) and self.blob.part_log2 <= MARKED_PART_LOG2:
+        payload, blob = self.payload, self.blob
+        pays = host_ops().is_compiled and blob.elements * blob.element_bytes > CHECKED_ABOVE_BYTES
+        if pays and isinstance(payload, HeldPayload) and blob.part_log2 <= MARKED_PART_LOG2:
             self.check()
-            return _CheckedBlob(np.frombuffer(payload.data.toreadonly(), np.uint8), self.blob)
-        return _Walk(payload, self.blob, self._where)
+            return _CheckedBlob(np.frombuffer(payload.data.toreadonly(), np.uint8), blob)
+        return _Walk(payload, blob, self._where)
 
 
 class _CheckedBlob:
@@ -146,16 +149,12 @@ class _Walk:
 
     def apply(self, words: npt.NDArray[Any], first: int) -> None:
         """Changes the elements of the tensor from `first` on, as many as there are words."""
-        changes = self._take(first, len(words))
+        changes = self.changes(first, len(words))
         host_ops().add_steps(words, changes.index, changes.steps, order=self._blob.order, revert=False)
         for index, literals in changes.literals:
             words[index] = literals
 
-    def check(self, first: int, count: int) -> None:
-        """All that `apply` checks."""
-        self._take(first, count)
-
-    def _take(self, first: int, count: int) -> _Changes:
+    def changes(self, first: int, count: int) -> _Changes:
         """Those of elements [first, first + count). Ranges come ascending and gapless.
 
         An element that two streams change is an error.

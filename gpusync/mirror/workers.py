@@ -22,14 +22,14 @@ def for_each(jobs: Iterable[J], work: Callable[[int, J], None], *, workers: int,
     """
     ordered = sorted(jobs, key=size, reverse=True)
     shared = sum(size(job) >= SMALL_BYTES for job in ordered)
-    queue, small = deque(ordered[:shared]), deque(ordered[shared:])
+    large, small = deque(ordered[:shared]), deque(ordered[shared:])
     stop = threading.Event()
 
     def run(worker: int, *queues: deque[J]) -> None:
-        for jobs in queues:
+        for queue in queues:
             while not stop.is_set():
                 try:
-                    job = jobs.popleft()
+                    job = queue.popleft()
                 except IndexError:
                     break
                 try:
@@ -39,12 +39,10 @@ def for_each(jobs: Iterable[J], work: Callable[[int, J], None], *, workers: int,
                     raise
 
     if workers == 1 or shared <= 1:
-        run(0, queue, small)
+        run(0, large, small)
         return
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="gpusync") as pool:
-        running = [
-            pool.submit(run, 0, small, queue),
-            *(pool.submit(run, worker, queue) for worker in range(1, workers)),
-        ]
+        running = [pool.submit(run, 0, small, large)]
+        running += [pool.submit(run, worker, large) for worker in range(1, workers)]
     for done in running:
         done.result()

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from gpusync.codec import MemoryPayload, open_delta, would_be
+from gpusync.codec import MemoryPayload, gs01, open_delta, would_be
 from gpusync.errors import Where
+from gpusync_kernels import using_host_ops
+from support.loops import loops_of
 
 PLACE = Where(path="weight_v000007/model-00002-of-00004.safetensors", version=7, tensor="model.embed.weight")
 CANARY = 0xA5
@@ -55,6 +57,15 @@ def decode_would_be(payload, old, *, encoding, window_bytes=1 << 20, element_byt
         seen += len(after)
     assert seen == nbytes
     return target
+
+
+@pytest.fixture(params=["numpy", "numba", "numba, blobs checked ahead"])
+def loops(request, monkeypatch):
+    """The host's loops: the reference, and the extra `fast`, which takes blobs of larger tensors in another way."""
+    if request.param.endswith("ahead"):
+        monkeypatch.setattr(gs01, "CHECKED_ABOVE_BYTES", 0)
+    with using_host_ops(loops_of(request.param.split(",")[0])):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

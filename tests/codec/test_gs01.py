@@ -25,13 +25,6 @@ WIDTHS = [1, 2, 4, 8]
 PIECE, PART = 1 << 20, 1 << 22
 
 
-@pytest.fixture(params=["numpy", "numba"])
-def loops(request):
-    """The host's loops: the reference, and the extra `fast`."""
-    with using_host_ops(loops_of(request.param)):
-        yield request.param
-
-
 def corners(es):
     """Both zeros, subnormals, infinities and NaN payloads of the floats of that width, and the ends of the integers."""
     top = (1 << 8 * es) - 1

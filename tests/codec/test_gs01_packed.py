@@ -16,17 +16,9 @@ from gpusync.codec import Gs01Steps, MemoryPayload, encode_gs01, gs01_encode, op
 from gpusync.codec.describe import PayloadSummary, summarise_payload
 from gpusync.codec.gs01_packed import MAX_PACKED_BYTES, MAX_PACKED_CHANGES, expand
 from gpusync.errors import PayloadError
-from gpusync_kernels import parse_blob, using_host_ops
+from gpusync_kernels import parse_blob
 from support.gp01 import unpack_gp01
 from support.gs01 import decode_gs01, read_gs01
-from support.loops import loops_of
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def loops(request):
-    """The host's loops: index pairs come from them."""
-    with using_host_ops(loops_of(request.param)):
-        yield request.param
 
 
 def expanded(payload, old):

@@ -87,7 +87,9 @@ def serve() -> None:
     """The server's own life: answer requests on standard input until it is closed."""
     import gpusync.disk
     import gpusync.publish  # noqa: F401
+    from gpusync.mirror import workers
 
+    workers.SMALL_BYTES = 1  # two workers are two, for the small tensors of tests too
     results: dict[int, int] = {}
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what an action prints must not end up among the answers

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -410,6 +411,29 @@ def test_a_target_behind_is_refused(engine: Engine) -> None:
     with pytest.raises(ChainError):
         engine.sync.pull(1)
     engine.assert_live(2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_prepare_leaves_the_collector_and_the_interpreter_to_those_who_serve(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    before = gc.get_threshold(), sys.getswitchinterval()
+    during: list[tuple[tuple[int, int, int], float]] = []
+    prepare = RankStore.prepare
+
+    def watched(*arguments: object, **options: object) -> PreparedUpdate:
+        during.append((gc.get_threshold(), sys.getswitchinterval()))
+        if fails:
+            raise MemoryError
+        return prepare(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RankStore, "prepare", watched)
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        engine.sync.prepare(engine.publish())
+    [(thresholds, interval)] = during
+    assert thresholds[0] > before[0][0]
+    assert interval < before[1]
+    assert (gc.get_threshold(), sys.getswitchinterval()) == before
 
 
 @pytest.mark.parametrize("fails", [False, True])

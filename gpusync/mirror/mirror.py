@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from gpusync.beside import beside_serving
 from gpusync.errors import MirrorError, StreamError, VersionMissingError
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
@@ -368,7 +369,7 @@ class Mirror:
     def _fold(self) -> None:
         if not read_inbox(self._control).pending:
             return
-        with local_lock(self._control, timeout_s=self._lock_timeout):
+        with local_lock(self._control, timeout_s=self._lock_timeout), beside_serving():
             local = open_local_directory(self.path, workers=self._workers)
             fold_pending(
                 local,

@@ -36,10 +36,10 @@ class BoundFingerprints:
         self._pieces: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._sums: BoundSums | None = None
         self._gather: Moves | None = None
-        held = held_by(table)
         if device_of(buffers) is None:
-            self._pieces = _pieces(held, [byte_view(buffer) for buffer in buffers])
+            self._pieces = _pieces(table, [byte_view(buffer) for buffer in buffers])
             return
+        held = held_by(table)
         # Tensors of 240 bytes or less are brought to the host: the block form begins above.
         numbers = np.array(sorted(held), np.int64)
         self._long = numbers[nbytes[numbers] > SHORT_BYTES]
@@ -63,7 +63,7 @@ class BoundFingerprints:
         pieces = self._pieces
         if self._gather is not None:
             copy_segments(self._gather)
-            pieces = _pieces(held_by(self._packed), [self._memory.download(self._gathered)])
+            pieces = _pieces(self._packed, [self._memory.download(self._gathered)])
         return found | {tensor: _digest(parts) for tensor, parts in pieces.items()}
 
 
@@ -82,16 +82,18 @@ def known_fingerprints(
 
     None are known on a device, where the sums of a word that rows cut are not those of the word.
     """
-    known: dict[int, Fingerprint] = {}
-    if device_of(buffers) is not None:
-        return known
-    for tensor, rows in held_by(table).items():
-        checksum, rows = checksums[tensor], merge_rows(rows)
-        ends = np.cumsum(rows["row_bytes"])
-        in_order = (rows["rows"] == 1).all() and np.array_equal(rows["src_offset"], ends - rows["row_bytes"])
-        if checksum is not None and in_order and int(rows["row_bytes"].sum()) == nbytes[tensor]:
-            known[tensor] = _halves(int(checksum, 16))
-    return known
+    rows = merge_rows(table.rows)
+    if device_of(buffers) is not None or not len(rows):
+        return {}
+    rows = rows[np.argsort(rows["src"], kind="stable")]
+    numbers, first = np.unique(rows["src"], return_index=True)
+    ends = np.cumsum(rows["row_bytes"])
+    starts = ends - rows["row_bytes"]
+    in_order = rows["src_offset"] == starts - np.repeat(starts[first], np.diff(first, append=len(rows)))
+    whole = np.logical_and.reduceat(in_order & (rows["rows"] == 1), first)
+    whole &= np.add.reduceat(rows["row_bytes"], first) == nbytes[numbers]
+    told = {number: checksums[number] for number in numbers[whole].tolist()}
+    return {number: _halves(int(checksum, 16)) for number, checksum in told.items() if checksum is not None}
 
 
 def without(table: SegmentTable, tensors: Collection[int]) -> SegmentTable:
@@ -105,17 +107,16 @@ def first_difference(expected: Mapping[int, Fingerprint], found: Mapping[int, Fi
     return min(differing, default=None)
 
 
-def _pieces(held: Mapping[int, Any], views: Sequence[npt.NDArray[np.uint8]]) -> dict[int, list[npt.NDArray[np.uint8]]]:
+def _pieces(table: SegmentTable, views: Sequence[npt.NDArray[np.uint8]]) -> dict[int, list[npt.NDArray[np.uint8]]]:
     """By tensor, views of the bytes to read, in order."""
     found: dict[int, list[npt.NDArray[np.uint8]]] = {}
-    for tensor, rows in held.items():
-        pieces = found[tensor] = []
-        for to, offset, stride, _, _, _, count, row_bytes in merge_rows(rows).tolist():
-            if count == 1:
-                pieces.append(views[to][offset : offset + row_bytes])
-                continue
-            view, step = strided_view(views[to], offset, stride, count, row_bytes), max(1, CHUNK_BYTES // row_bytes)
-            pieces += [view[first : first + step] for first in range(0, count, step)]
+    for to, offset, stride, tensor, _, _, count, row_bytes in merge_rows(table.rows).tolist():
+        pieces = found.setdefault(tensor, [])
+        if count == 1:
+            pieces.append(views[to][offset : offset + row_bytes])
+            continue
+        view, step = strided_view(views[to], offset, stride, count, row_bytes), max(1, CHUNK_BYTES // row_bytes)
+        pieces += [view[first : first + step] for first in range(0, count, step)]
     return found
 
 

@@ -20,7 +20,7 @@ from gpusync.codec.stored_frames import StoredFrame
 from gpusync.errors import Where
 from gpusync.store.compact import Bytes, Step, StepFiles, Window
 from gpusync.store.memory import Memory
-from gpusync_kernels import Blob, Planes, SegmentTable, bind_moves, copy_segments, parse_blob
+from gpusync_kernels import Blob, Planes, SegmentTable, bind_moves, copy_segments, parse_blobs
 from gpusync_kernels.placed import element_rows, locate
 from gpusync_kernels.segments import Rows, merge_rows
 
@@ -128,13 +128,16 @@ class _Loading:
     files: StepFiles
     memory: Memory
     arrays: list[npt.NDArray[Any]] = field(default_factory=list)
+    payloads: list[Bytes] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
     raw_bytes: int = 0
     uploaded: list[Buffer] = field(default_factory=list)
+    blobs: list[Blob] = field(default_factory=list)
     raw: Buffer = None
 
     def send(self) -> None:
         self.uploaded = self.memory.upload_all(self.arrays)
+        self.blobs = parse_blobs([(memoryview(payload), len(payload)) for payload in self.payloads])
         if self.frames:
             self.raw = self.memory.empty(self.raw_bytes)
             self.memory.decoder.decode(self.frames, self.raw)
@@ -189,9 +192,10 @@ class _Loading:
         return lambda: PlainBytes(offset=start, nbytes=stop - start, data=data())
 
     def _blob(self, step: Step) -> MakePart:
-        host = self.files.payload(step)
-        blob, data = parse_blob(memoryview(host), len(host)), self._later(host)
-        return lambda: SparseSteps(blob=blob, data=data(), host=host)
+        number, host = len(self.payloads), self.files.payload(step)
+        self.payloads.append(host)
+        data = self._later(host)
+        return lambda: SparseSteps(blob=self.blobs[number], data=data(), host=host)
 
     def _framed(self, request: Request) -> MakeStep:
         """Only the frames that hold something of the span are decoded."""

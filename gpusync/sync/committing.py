@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+from gpusync.beside import without_collection
 from gpusync.errors import DigestMismatchError, MirrorError, RefusedError
 from gpusync.sync.rank import Rank
 from gpusync.sync.report import Clock, Prepared
 from gpusync.verdict import guard
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Python's garbage collector looks at every object of the process, a model's thousands of tensors among them: with
-    serving paused, that can wait."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @without_collection()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from gpusync.beside import beside_serving
 from gpusync.errors import MirrorError
 from gpusync.plan import Applied, Plan
 from gpusync.store.compact import StepFiles
@@ -21,6 +22,7 @@ from gpusync.sync.report import Clock, CommitPath, Prepared, SyncReport
 BASE_WAIT_S = 60.0
 
 
+@beside_serving()
 def prepare_version(rank: Rank, target: int) -> Prepared:
     """A collective. Where it raises, nothing has changed but that a leader may hold things: `Host.drop` them."""
     clock, team, live = Clock(), rank.team, rank.live

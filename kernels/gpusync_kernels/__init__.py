@@ -8,7 +8,7 @@ from gpusync_kernels.adler32 import adler32_checksums, adler32_partials, bind_ad
 from gpusync_kernels.cast import bind_casts, cast_segments, restore_cast
 from gpusync_kernels.chain import Links, advance, chain_digests, fingerprints, hex_digests
 from gpusync_kernels.copy import copy_segments
-from gpusync_kernels.gs01 import Blob, decode_stream, head_bytes, parse_blob
+from gpusync_kernels.gs01 import Blob, decode_stream, head_bytes, parse_blob, parse_blobs
 from gpusync_kernels.host import HostOps, choose_host_ops, host_ops, host_ops_reason, using_host_ops
 from gpusync_kernels.moves import bind_moves
 from gpusync_kernels.overwrite import (
@@ -72,6 +72,7 @@ __all__ = [
     "keep_old_words",
     "overwrite_words",
     "parse_blob",
+    "parse_blobs",
     "read_full_planes",
     "read_step_planes",
     "restore_cast",

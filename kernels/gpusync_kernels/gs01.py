@@ -14,8 +14,10 @@ blob decodes to other changes, never to an access outside.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -74,21 +76,30 @@ def parse_blob(head: ByteString, nbytes: int) -> Blob:
 
     Raises ValueError where fields contradict each other or the length.
     """
-    _require(nbytes >= HEAD.size + END_BYTES and len(head) >= HEAD.size, f"{nbytes} bytes are too few")
-    magic, element_bytes, order, part_log2, zero, elements, count, zeros = HEAD.unpack(bytes(head[: HEAD.size]))
-    _require(magic == MAGIC, f"magic is {magic!r}")
-    _require(element_bytes in (1, 2, 4, 8) and order <= 1, f"element size {element_bytes}, order {order}")
-    _require(10 <= part_log2 <= 31 and zero == 0 and zeros == 0, "part size or reserved fields out of range")
-    _require(elements < 1 << 60, f"{elements} elements")
-    start = HEAD.size + DESCRIPTOR.itemsize * count
-    _require(count >= 1 and start + END_BYTES <= nbytes and len(head) >= start, f"{count} streams do not fit")
-    streams = np.frombuffer(head, DESCRIPTOR, count=count, offset=HEAD.size)
-    base = streams["part"].astype(np.int64) << part_log2
-    span = np.minimum(elements - base, 1 << part_log2)
-    offsets = _offsets(streams, element_bytes, start)
-    blob = Blob(element_bytes, order, part_log2, elements, streams, base, span, offsets, nbytes)
-    _check_streams(blob)
-    return blob
+    return parse_blobs([(head, nbytes)])[0]
+
+
+def parse_blobs(blobs: Sequence[tuple[ByteString, int]]) -> list[Blob]:
+    """`parse_blob` of each `(head, nbytes)`, with the same few operations for any number of them."""
+    heads = [_read_head(head, nbytes) for head, nbytes in blobs]
+    if not heads:
+        return []
+    streams = np.frombuffer(b"".join([head.descriptors for head in heads]), DESCRIPTOR)
+    columns = _Columns(streams, heads)
+    columns.check()
+    offsets = columns.offsets()
+    found, first = [], 0
+    for head, (_, nbytes) in zip(heads, blobs, strict=True):
+        stop = first + head.stream_count
+        if head.stream_count > MAX_STREAMS_OF_PART:
+            _check_parts(columns.part[first:stop])
+        end = int(offsets[stop - 1, 4])
+        _require(end + END_BYTES == nbytes, f"{nbytes} bytes, expected {end + END_BYTES}")
+        some = slice(first, stop)
+        mine = streams[some], columns.base[some], columns.span[some], offsets[some]
+        found.append(Blob(head.element_bytes, head.order, head.part_log2, head.elements, *mine, nbytes))
+        first = stop
+    return found
 
 
 def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, stop_block: int | None = None) -> Any:
@@ -111,43 +122,82 @@ def decode_stream(data: Bytes, blob: Blob, stream: int, first_block: int = 0, st
     return positions, values, rank
 
 
-def _offsets(streams: npt.NDArray[Any], element_bytes: int, start: int) -> Ints:
-    nbits, count = streams["nbits"].astype(np.int64), streams["count"].astype(np.int64)
-    width = streams["k"].astype(np.int64) + streams["v"]
-    found = np.empty((len(streams), 5), np.int64)
-    literal, index, unary, fields, end = found.T
-    index[:] = padded_literals(streams, element_bytes)
-    unary[:] = index + -(-nbits // BLOCK_BITS) * 8
-    fields[:] = unary + -(-nbits // 32) * 4
-    end[:] = index + _pad(fields - index + -(-count * width // 32) * 4)
-    literal[:] = 0
-    found += (np.cumsum(end) - end + start)[:, None]
-    return found
+class _Head(NamedTuple):
+    element_bytes: int
+    order: int
+    part_log2: int
+    elements: int
+    stream_count: int
+    descriptors: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return HEAD.size + len(self.descriptors)
 
 
-def _check_streams(blob: Blob) -> None:
-    """Every bound that the decoders rely on."""
-    streams, span = blob.streams, blob.span
-    count, nbits, k, v, g = (streams[name].astype(np.int64) for name in ("count", "nbits", "k", "v", "g"))
-    literal = streams["kind"] == LITERAL
-    checks = (
-        (blob.base < blob.elements, "part out of range"),
-        ((count >= 1) & (count <= span), "count out of range"),
-        ((k <= 16) & (v <= 16), "k or v out of range"),
-        ((count <= nbits) & (nbits <= count + (span >> k)), "bit count out of range"),
-        (streams["kind"] <= LITERAL, "unknown kind"),
-        (np.where(literal, v + g == 0, v >= 1), "v or g do not fit the kind"),
-        (g < 8 * blob.element_bytes, "g out of range"),
-    )
-    if not np.logical_and.reduce([holds for holds, _ in checks]).all():
-        holds, what = next(check for check in checks if not check[0].all())
-        raise _wrong(f"stream {int(np.argmin(holds))}: {what}")
-    most = len(streams)
-    if most > MAX_STREAMS_OF_PART:
-        most = int(np.unique(streams["part"], return_counts=True)[1].max())
+def _read_head(head: ByteString, nbytes: int) -> _Head:
+    _require(nbytes >= HEAD.size + END_BYTES and len(head) >= HEAD.size, f"{nbytes} bytes are too few")
+    magic, element_bytes, order, part_log2, zero, elements, count, zeros = HEAD.unpack(head[: HEAD.size])
+    _require(magic == MAGIC, f"magic is {magic!r}")
+    _require(element_bytes in (1, 2, 4, 8) and order <= 1, f"element size {element_bytes}, order {order}")
+    _require(10 <= part_log2 <= 31 and zero == 0 and zeros == 0, "part size or reserved fields out of range")
+    _require(elements < 1 << 60, f"{elements} elements")
+    start = HEAD.size + DESCRIPTOR.itemsize * count
+    _require(count >= 1 and start + END_BYTES <= nbytes and len(head) >= start, f"{count} streams do not fit")
+    return _Head(element_bytes, order, part_log2, elements, count, bytes(head[HEAD.size : start]))
+
+
+class _Columns:
+    """The fields of descriptors as int64, one array each, with what the heads before them say."""
+
+    def __init__(self, streams: npt.NDArray[Any], heads: Sequence[_Head]) -> None:
+        words = streams.view("<u4").reshape(-1, 4).astype(np.int64)
+        self.count, self.nbits, self.part, form = words.T
+        self.g, self.k, self.v, self.kind = form & 255, form >> 8 & 255, form >> 16 & 255, form >> 24
+        counts = [head.stream_count for head in heads]
+        told = zip(heads, accumulate(counts, initial=0), strict=False)
+        rows = np.array([(*head[:4], first, head.nbytes) for head, first in told], np.int64)
+        self.element_bytes, _, part_log2, self.elements, self._first, self._heads = np.repeat(rows, counts, axis=0).T
+        self.base = self.part << part_log2
+        self.span = np.minimum(self.elements - self.base, 1 << part_log2)
+
+    def check(self) -> None:
+        """Every bound that the decoders rely on, but for those of a blob as a whole."""
+        count, nbits, k, v, literal = self.count, self.nbits, self.k, self.v, self.kind == LITERAL
+        wrong = (
+            (self.base >= self.elements, "part out of range"),
+            ((count < 1) | (count > self.span), "count out of range"),
+            ((k > 16) | (v > 16), "k or v out of range"),
+            ((count > nbits) | (nbits - count > self.span >> k), "bit count out of range"),
+            (self.kind > LITERAL, "unknown kind"),
+            (((v < 1) != literal) | (literal & (self.g > 0)), "v or g do not fit the kind"),
+            (self.g >= 8 * self.element_bytes, "g out of range"),
+        )
+        if np.logical_or.reduce([found for found, _ in wrong]).any():
+            found, what = next(each for each in wrong if each[0].any())
+            stream = int(np.argmax(found))
+            raise _wrong(f"stream {stream - int(self._first[stream])}: {what}")
+
+    def offsets(self) -> Ints:
+        """`Blob.offsets`."""
+        literals = _pad((self.kind == LITERAL) * self.count * self.element_bytes)
+        index = -(-self.nbits // BLOCK_BITS) * 8
+        unary = -(-self.nbits // 32) * 4
+        fields = -(-self.count * (self.k + self.v) // 32) * 4
+        size = literals + _pad(index + unary + fields)
+        start = np.cumsum(size) - size
+        found = np.empty((len(size), 5), np.int64)
+        found[:, 0] = start - start[self._first] + self._heads
+        found[:, 1] = found[:, 0] + literals
+        found[:, 2] = found[:, 1] + index
+        found[:, 3] = found[:, 2] + unary
+        found[:, 4] = found[:, 0] + size
+        return found
+
+
+def _check_parts(part: Ints) -> None:
+    most = int(np.unique(part, return_counts=True)[1].max())
     _require(most <= MAX_STREAMS_OF_PART, f"{most} streams of one part, expected at most {MAX_STREAMS_OF_PART}")
-    end = int(blob.offsets[-1, 4])
-    _require(end + END_BYTES == blob.nbytes, f"{blob.nbytes} bytes, expected {end + END_BYTES}")
 
 
 def padded_literals(streams: npt.NDArray[Any], element_bytes: int | Ints) -> Ints:

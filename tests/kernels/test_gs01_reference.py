@@ -19,6 +19,7 @@ from gpusync_kernels import (
     decode_stream,
     head_bytes,
     parse_blob,
+    parse_blobs,
     sparse_apply,
     sparse_check,
     sparse_revert,
@@ -182,6 +183,38 @@ def test_the_head_is_enough():
     size = head_bytes(blob[:24])
     assert size < len(blob)
     assert parse_blob(blob[:size], len(blob)).offsets.tolist() == parse_blob(blob, len(blob)).offsets.tolist()
+
+
+def test_blobs_are_parsed_together_as_alone():
+    rng = np.random.default_rng(1)
+    blobs = []
+    for element_bytes, order, size, density in [
+        (2, 1, 3000, 0.1),
+        (4, 0, 5, 1.0),
+        (1, 0, 9000, 0.01),
+        (8, 1, 1100, 0.5),
+    ]:
+        words = changed_words(rng, size, element_bytes=element_bytes, order=order, density=density, kind="any")
+        blobs.append(encode_blob(*words, order=order, part_log2=10))
+    together = parse_blobs([(blob[: head_bytes(blob[:24])], len(blob)) for blob in blobs])
+    assert parse_blobs([]) == []
+    for blob, found in zip(blobs, together, strict=True):
+        alone = parse_blob(blob, len(blob))
+        for name in ("element_bytes", "order", "part_log2", "elements", "nbytes"):
+            assert getattr(found, name) == getattr(alone, name)
+        for name in ("streams", "base", "span", "offsets", "blocks", "literal_bytes"):
+            assert getattr(found, name).tolist() == getattr(alone, name).tolist()
+    assert max(len(found.streams) for found in together) > 1
+
+
+def test_of_blobs_parsed_together_the_wrong_stream_is_told_by_its_number_in_its_blob():
+    sound = encode_blob(np.zeros(50, np.uint16), np.ones(50, np.uint16), order=0)
+    wrong = bytearray(sound)
+    wrong[37] = 17
+    with pytest.raises(ValueError, match="stream 0: k or v"):
+        parse_blobs([(sound, len(sound)), (wrong, len(wrong)), (sound, len(sound))])
+    with pytest.raises(ValueError, match="bytes, expected"):
+        parse_blobs([(sound, len(sound)), (sound, len(sound) + 8), (sound, len(sound))])
 
 
 @pytest.mark.parametrize(

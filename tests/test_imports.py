@@ -26,12 +26,12 @@ ROWS = [
     ["sync", "disk", "publish"],
     ["mirror", "store"],
     ["layout", "verdict", "plan"],
-    ["stream", "codec", "digest", "hooks", "metrics", "report", "progress"],
+    ["stream", "codec", "digest", "hooks", "metrics", "report", "progress", "beside", "helper"],
     ["errors"],
 ]
 PEERS = {("stream", "digest"), ("sync", "disk"), ("store", "mirror"), ("engines", "endpoint")}
 # Pure: they look at what they are given and read nothing.
-ONLY_ERRORS = {"plan", "hooks", "report", "progress", "codec", "digest"}
+ONLY_ERRORS = {"plan", "hooks", "report", "progress", "beside", "helper", "codec", "digest"}
 
 # A library, and the only modules that may import it (also within functions).
 HOMES = {
@@ -49,7 +49,21 @@ HOMES = {
 # Engines are imported when an adapter is called, never when its module is.
 ONLY_IN_FUNCTIONS = {"sglang", "vllm"}
 # These run with numpy alone.
-WITHOUT_TORCH = {"errors", "hooks", "report", "progress", "stream", "plan", "mirror", "disk", "demo", "cli", "endpoint"}
+WITHOUT_TORCH = {
+    "errors",
+    "hooks",
+    "report",
+    "progress",
+    "stream",
+    "plan",
+    "mirror",
+    "disk",
+    "demo",
+    "cli",
+    "endpoint",
+    "beside",
+    "helper",
+}
 # Host codecs too; a publisher takes numpy arrays and a digest pieces of them, so torch waits until they are given a
 # tensor or a group.
 TORCH_ONLY_IN_FUNCTIONS = {"codec", "digest", "publish", "gpusync"}

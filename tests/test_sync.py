@@ -332,7 +332,7 @@ def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
     for _ in range(2):
         engine.publish()
     engine.sync.close()
-    engine.start(decode_in_process=False)
+    engine.start(in_process=False)
     engine.sync.pull(1)
     helper = engine.sync._rank.host._decoder
     os.kill(helper.pid, signal.SIGKILL)
@@ -346,7 +346,7 @@ def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
 def test_what_prepare_does_beside_serving_is_out_of_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding is another process's, at a lower priority; the rest keeps to the caller's thread."""
     engine.sync.close()
-    engine.start(decode_in_process=False)
+    engine.start(in_process=False)
     engine.publish()
     prepare = RankStore.prepare
     started: list[threading.Thread] = []
@@ -380,7 +380,7 @@ def test_what_is_prepared_is_printed_without_its_bytes(engine: Engine) -> None:
 def test_errors_of_the_helper_are_those_of_the_work(engine: Engine) -> None:
     engine.publish(payloads={"proj.weight": b"not a frame"})
     engine.sync.close()
-    engine.start(decode_in_process=False)
+    engine.start(in_process=False)
     with pytest.raises(PayloadError) as caught:
         engine.sync.pull(1)
     assert (caught.value.tensor, caught.value.version) == ("proj.weight", 1)
@@ -433,6 +433,9 @@ def test_a_prepare_leaves_the_collector_and_the_interpreter_to_those_who_serve(
     [(thresholds, interval)] = during
     assert thresholds[0] > before[0][0]
     assert interval < before[1]
+    deadline = time.monotonic() + 20  # the mirror's thread looks for work at the same time
+    while (gc.get_threshold(), sys.getswitchinterval()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert (gc.get_threshold(), sys.getswitchinterval()) == before
 
 

@@ -5,7 +5,7 @@ What a fold does with the new bytes (spool them, or write them to a fresh file) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from gpusync.codec import open_delta, would_be
-from gpusync.digest import new_digest
+from gpusync.digest import new_digest, payload_checksum
 from gpusync.errors import DigestMismatchError, PayloadError, Where
 from gpusync.mirror.state import Checksum
 from gpusync.stream import (
@@ -127,32 +127,63 @@ def apply_change(change: TensorChange, *, base: ByteSource, sources: OpenFiles, 
 def check_payloads(version: PublishedVersion) -> None:
     """Compare every payload of a delta with its own checksum, where the index has one. Raises PayloadError."""
     with OpenFiles() as files:
-        for name, stored in version.tensors.items():
-            if stored.payload_checksum is not None:
-                with version.open_payload(name, files) as payload:
-                    checked_payload(payload, Delta(version=version, payload=stored))
+        for some in _neighbours(version.tensors.values()):
+            first, stop = some[0], max(stored.offset + stored.nbytes for stored in some)
+            path, where = version.path / first.file, version.where(first)
+            with files.open_range(
+                path, offset=first.offset, nbytes=stop - first.offset, follow_links=version.follow_links, where=where
+            ) as span:
+                if len(some) == 1:
+                    checked_payload(span, Delta(version=version, payload=first))
+                    continue
+                data = np.empty(span.nbytes, np.uint8)
+                span.read_into(0, data)
+            for stored in some:
+                part = data[stored.offset - first.offset :][: stored.nbytes]
+                checked_payload(BytesSource(part), Delta(version=version, payload=stored))
+
+
+def _neighbours(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Those that have a checksum of their own, in the order of their files: what is read at once, mostly many small
+    ones within a window."""
+    found: list[StoredTensor] = []
+    checked = (stored for stored in tensors if stored.payload_checksum is not None)
+    for stored in sorted(checked, key=lambda stored: (stored.file, stored.offset)):
+        end = stored.offset + stored.nbytes
+        if found and (stored.file != found[0].file or end - found[0].offset > WINDOW_BYTES):
+            yield found
+            found = []
+        found.append(stored)
+    if found:
+        yield found
 
 
 def checked_payload(payload: ByteSource, delta: Delta, *, in_memory_bytes: int = PAYLOAD_IN_MEMORY_BYTES) -> ByteSource:
     """The payload, in memory if it has at most so many bytes, after its own checksum (if any) has been compared."""
-    if payload.nbytes <= in_memory_bytes:
+    if payload.nbytes <= in_memory_bytes and not isinstance(payload, BytesSource):
         data = np.empty(payload.nbytes, np.uint8)
         payload.read_into(0, data)
         payload = BytesSource(data)
     expected = delta.payload.payload_checksum
     if expected is None:
         return payload
+    found = payload_checksum(payload.data) if isinstance(payload, BytesSource) else _checksum_of(payload)
+    if found != expected:
+        raise PayloadError(
+            "the stored payload is damaged: its xxh3-64 differs from the index",
+            where=delta.where,
+            expected=expected,
+            found=found,
+        )
+    return payload
+
+
+def _checksum_of(payload: ByteSource) -> str:
+    """`payload_checksum` of what is too long for memory."""
     digest = xxhash.xxh3_64()
     window = np.empty(min(WINDOW_BYTES, payload.nbytes), np.uint8)
     for offset in range(0, payload.nbytes, WINDOW_BYTES):
         part = window[: min(WINDOW_BYTES, payload.nbytes - offset)]
         payload.read_into(offset, part)
         digest.update(part)
-    if digest.hexdigest() != expected:
-        raise PayloadError(
-            "the stored payload is damaged: its xxh3-64 differs from the index",
-            where=delta.where,
-            expected=expected,
-            found=digest.hexdigest(),
-        )
-    return payload
+    return digest.hexdigest()

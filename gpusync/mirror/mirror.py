@@ -17,6 +17,7 @@ from typing import Literal
 
 from gpusync.beside import beside_serving
 from gpusync.errors import MirrorError, StreamError, VersionMissingError
+from gpusync.helper import HelperProcess
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io, state
@@ -25,7 +26,7 @@ from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
 from gpusync.mirror.lock import local_lock
 from gpusync.mirror.look import Sources, as_checkpoint, plan_ahead, read_chain, read_published
-from gpusync.mirror.pending import KEEP_BYTES, KEEP_VERSIONS, fold_pending
+from gpusync.mirror.pending import KEEP_BYTES, KEEP_VERSIONS, FoldJob
 from gpusync.mirror.receive import receive_full
 from gpusync.mirror.session import Session, lowest_held
 from gpusync.plan import Applied, Plan
@@ -69,7 +70,8 @@ class Mirror:
     call of any method but `status`, and the fold is tried again after that.
 
     `inbox_bytes` bounds what is accepted and not folded: `receive` waits for room. `keep_versions` and `keep_bytes`
-    bound the payloads kept after their fold.
+    bound the payloads kept after their fold. `in_process=False` gives the folding to a helper process, which ends with
+    this one: a fold is mostly Python where tensors are many and small.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Mirror:
         keep_bytes: int = KEEP_BYTES,
         lock_timeout: float = LOCK_TIMEOUT_S,
         workers: int | None = None,
+        in_process: bool = True,
     ) -> None:
         self._sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
         self._hook = load_hook(pre_read_hook, what="pre-read hook")
@@ -102,6 +105,7 @@ class Mirror:
             with inbox_lock(self._control):
                 boxes.sweep(self._control)
             self._session = Session(self._control)
+        self._helper = None if in_process else HelperProcess("folds")
         self._candidates: dict[int, _Candidate] = {}
         self._scratch: set[str] = set()
         self._receiving = threading.Lock()
@@ -234,6 +238,8 @@ class Mirror:
         self._closed = True
         self._wake.set()
         self._thread.join()
+        if self._helper is not None:
+            self._helper.close()
         self._session.close()
         self._candidates.clear()
         self._scratch.clear()
@@ -369,15 +375,19 @@ class Mirror:
     def _fold(self) -> None:
         if not read_inbox(self._control).pending:
             return
-        with local_lock(self._control, timeout_s=self._lock_timeout), beside_serving():
-            local = open_local_directory(self.path, workers=self._workers)
-            fold_pending(
-                local,
-                sources=self._sources,
-                workers=self._workers,
-                keep_versions=self._keep_versions,
-                keep_bytes=self._keep_bytes,
-            )
+        job = FoldJob(
+            path=self.path,
+            sources=self._sources,
+            workers=self._workers,
+            keep_versions=self._keep_versions,
+            keep_bytes=self._keep_bytes,
+            lock_timeout=self._lock_timeout,
+        )
+        if self._helper is not None:
+            self._helper.run(job)
+        else:
+            with beside_serving():
+                job.run()
 
 
 def _with_accepted(inbox: Inbox, candidate: _Candidate, applied: Applied) -> Inbox:

@@ -1,13 +1,13 @@
 """Folding what the inbox has accepted into the files: several pending versions in one pass.
 
-The directory's lock is held throughout. Used behind, by the mirror's thread, and in the foreground by the disk path.
+The directory's lock is held throughout. Used behind, by a mirror, and in the foreground by the disk path.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +16,8 @@ from gpusync.errors import ChainError, DigestMismatchError, MirrorError, StreamE
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import journal
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox, stored_inbox
-from gpusync.mirror.local import LocalDirectory, examine_local_directory, find_own_fault
+from gpusync.mirror.local import LocalDirectory, examine_local_directory, find_own_fault, open_local_directory
+from gpusync.mirror.lock import local_lock
 from gpusync.mirror.look import Sources, look
 from gpusync.mirror.move import Move, carry_out
 from gpusync.mirror.receive import installation
@@ -65,6 +66,28 @@ def fold_pending(
             boxes.write_inbox(local.control, kept)
         boxes.sweep(local.control)
     return local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldJob:
+    """`fold_pending` of the local directory `path`, under its lock: for the thread behind, or for a helper process."""
+
+    path: Path
+    sources: Sources
+    workers: int
+    keep_versions: int
+    keep_bytes: int
+    lock_timeout: float
+
+    def run(self) -> None:
+        with local_lock(self.path / CONTROL_DIRECTORY, timeout_s=self.lock_timeout):
+            fold_pending(
+                open_local_directory(self.path, workers=self.workers),
+                sources=self.sources,
+                workers=self.workers,
+                keep_versions=self.keep_versions,
+                keep_bytes=self.keep_bytes,
+            )
 
 
 def wait_for_holders(path: Path, *, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpusync.disk import pull
 from gpusync.errors import ChainError, MirrorError, VersionMissingError
+from gpusync.helper import HelperProcess
 from gpusync.hooks import Hook
 from gpusync.layout import LayoutMap, ReadTensor
 from gpusync.mirror import io
@@ -22,14 +23,7 @@ from gpusync.mirror.look import Sources, plan_ahead, read_published
 from gpusync.mirror.mirror import Mirror
 from gpusync.mirror.receive import read_receipt
 from gpusync.plan import Applied, Plan
-from gpusync.store.decoding import (
-    COMPACT_FILE,
-    UPDATES_FILE,
-    DecodeJob,
-    DecodeProcess,
-    DecodeStats,
-    run_job,
-)
+from gpusync.store.decoding import COMPACT_FILE, UPDATES_FILE, DecodeJob, DecodeStats
 from gpusync.store.leader import Place, followed_by, full_updates, verify_rest
 from gpusync.store.tensor_update import read_updates, write_updates
 from gpusync.stream import Checkpoint, OpenFiles, VersionIndex, read_checkpoint
@@ -92,7 +86,7 @@ _NOTHING = DecodeStats(wire_bytes=0, compact_bytes=0)
 
 
 class Host:
-    """The mirror of this host and the helper that decodes, on the rank that leads it."""
+    """The mirror of this host and the helpers that decode and fold, on the rank that leads it."""
 
     def __init__(
         self,
@@ -114,8 +108,9 @@ class Host:
             pre_read_hook=pre_read_hook,
             lock_timeout=timeout_s,
             workers=workers,
+            in_process=in_process,
         )
-        self._decoder = None if in_process else DecodeProcess()
+        self._decoder = None if in_process else HelperProcess("decodes")
         self._held: list[int] = []
         self._scratch: list[Path] = []
         self._full: Entry | None = None
@@ -284,7 +279,7 @@ class Host:
         job = DecodeJob(
             places=self._places, base_dir=self._sources.base_dir, directory=directory, workers=self._workers
         )
-        return run_job(job) if self._decoder is None else self._decoder.run(job, timeout_s=self._timeout_s)
+        return job.run() if self._decoder is None else self._decoder.run(job, timeout_s=self._timeout_s)
 
     def _where(self, version: int, index: VersionIndex) -> Path:
         """The copy on this host, else the stream itself."""

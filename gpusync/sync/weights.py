@@ -48,7 +48,7 @@ class WeightSync:
     `derived` holds the functions that recompute what the engine made of params. `verify`: whether live bytes are
     compared again after a commit. `device`: "gpu" fails where params are not on one. `staging_bytes` bounds scratch
     beside the params. What is prepared expires after `expires_after` seconds. Every wait ends after `timeout` seconds.
-    `decode_in_process` saves the helper process that the leader of a host has for decoding, at the price of this
+    `in_process` saves the helper processes in which the leader of a host decodes and folds, at the price of this
     process's time. `progress(done, total)` is told bytes of changed tensors as they are verified.
 
     Made while nothing else changes the weights. `version` is what is live and verified, None when that is unknown: the
@@ -76,7 +76,7 @@ class WeightSync:
         visibility_timeout: float = 0.0,
         pre_read_hook: Hook | str | None = None,
         workers: int | None = None,
-        decode_in_process: bool = False,
+        in_process: bool = False,
         progress: Progress | None = None,
     ) -> None:
         sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
@@ -99,7 +99,7 @@ class WeightSync:
                 timeout_s=timeout,
                 visibility_timeout_s=visibility_timeout,
                 workers=workers or min(8, os.cpu_count() or 1),
-                in_process=decode_in_process,
+                in_process=in_process,
             )
 
         group_of_ours = open_group(group, local_checkpoint_dir=local_checkpoint_dir, timeout_s=timeout)
@@ -232,7 +232,7 @@ class WeightSync:
         self.close()
 
     def close(self) -> None:
-        """Drop what is prepared, and end the threads, the helper and the group. What is live and durable stays."""
+        """Drop what is prepared, and end the threads, the helpers and the group. What is live and durable stays."""
         with self._turn:
             self._closed = True
             try:

@@ -19,6 +19,7 @@ from gpusync import Publisher
 from gpusync.errors import DigestMismatchError, MirrorError, PayloadError, StreamError, VersionMissingError
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io
+from gpusync.mirror.lock import local_lock
 from gpusync.mirror.mirror import Mirror
 from gpusync.publish import StoredBytes
 from support.checkpoints import State, changed, read_state
@@ -66,6 +67,79 @@ def test_an_accepted_version_is_folded_behind(site, open_mirror) -> None:
         assert site.local_state() == states[version]
         assert mirror.status().folded_version == version
     assert json.loads((site.control / "state.json").read_text())["version"] == "000003"
+
+
+class TestOfAHelper:
+    """`in_process=False`: the folds are another process's."""
+
+    def test_it_folds_at_a_lower_priority_and_ends_with_the_mirror(self, site, open_mirror) -> None:
+        states = published(site, 2)
+        mirror = open_mirror(in_process=False)
+        for version in (1, 2):
+            bring(mirror, version)
+            mirror.flush(WAIT_S)
+            assert site.local_state() == states[version]
+        helper = mirror._helper.pid
+        assert os.getpriority(os.PRIO_PROCESS, helper) > os.getpriority(os.PRIO_PROCESS, 0)
+        mirror.close()
+        assert mirror._helper.pid is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(helper, 0)
+
+    def test_its_errors_are_those_of_the_fold(self, site, open_mirror) -> None:
+        states = published(site, 1)
+        mirror = open_mirror(in_process=False)
+        bring(mirror, 1)
+        mirror.flush(WAIT_S)
+        publish_delta(site.source, 2, states[1], changed(states[1], 2), checksums={"step": "0" * 32})
+        bring(mirror, 2)
+        with pytest.raises(MirrorError, match="step") as caught:
+            mirror.flush(WAIT_S)
+        assert isinstance(caught.value.__cause__, DigestMismatchError)
+        assert (caught.value.__cause__.tensor, caught.value.__cause__.version) == ("step", 2)
+        assert site.local_state() == states[1]
+
+    def test_one_that_is_killed_is_told_of_and_another_folds(self, site, open_mirror) -> None:
+        states = published(site, 2)
+        mirror = open_mirror(in_process=False)
+        bring(mirror, 1)
+        mirror.flush(WAIT_S)
+        helper = mirror._helper.pid
+        with local_lock(site.control, timeout_s=WAIT_S):  # where the fold waits
+            bring(mirror, 2)
+            time.sleep(0.2)
+            os.kill(helper, signal.SIGKILL)
+            with pytest.raises(MirrorError, match="the helper that folds ended"):
+                mirror.flush(WAIT_S)
+        mirror.flush(WAIT_S)
+        assert site.local_state() == states[2]
+        assert mirror._helper.pid not in (None, helper)
+
+    def test_it_ends_with_a_process_that_is_killed(self, site) -> None:
+        states = published(site, 2)
+        context = multiprocessing.get_context("spawn")
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_fold_in_a_helper, args=(site.local, site.base, site.source, sending))
+        process.start()
+        helper = receiving.recv()
+        process.kill()
+        process.join(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while Path(f"/proc/{helper}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{helper}").exists()
+        with Mirror(site.local, base_dir=site.base, source_dir=site.source, lock_timeout=WAIT_S) as mirror:
+            bring(mirror, 2)
+            mirror.flush(WAIT_S)
+        assert site.local_state() == states[2]
+
+
+def _fold_in_a_helper(local: Path, base: Path, source: Path, told) -> None:
+    mirror = Mirror(local, base_dir=base, source_dir=source, workers=1, in_process=False)
+    bring(mirror, 1)
+    mirror.flush(WAIT_S)
+    told.send(mirror._helper.pid)
+    time.sleep(WAIT_S)
 
 
 def test_what_is_accepted_survives_the_stream_and_the_process(site, open_mirror) -> None:

@@ -42,7 +42,7 @@ class Engine:
             base_dir=self.root / "base",
             local_checkpoint_dir=self.root / "local",
             source_dir=self.root / "stream",
-            **{"derived": derived(), "timeout": 60, "workers": 2, "decode_in_process": True, **options},
+            **{"derived": derived(), "timeout": 60, "workers": 2, "in_process": True, **options},
         )
 
     def reload(self, directory: Path) -> None:

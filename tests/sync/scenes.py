@@ -38,7 +38,7 @@ def engine(part: Part, *, rank: int | None = None, port: int | None = None, **op
         ranks=Ranks(number, part.size),
         group=members,
         versions=VERSIONS,
-        **{"decode_in_process": True, "timeout": 20.0, **options},
+        **{"in_process": True, "timeout": 20.0, **options},
     )
 
 
@@ -46,7 +46,7 @@ def engine(part: Part, *, rank: int | None = None, port: int | None = None, **op
 def follow(part: Part) -> Any:
     """Every version in turn, by chains of one, two and three; in windows on some ranks, at once on others."""
     staging = 30_000 if part.number % 2 else 1 << 30
-    one = engine(part, staging_bytes=staging, decode_in_process=False)
+    one = engine(part, staging_bytes=staging, in_process=False)
     addresses, reports = one.addresses(), []
     for version in (1, 3, 4, 7, 8, 10, 12):
         report = one.sync.pull(version)

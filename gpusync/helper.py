@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -21,6 +24,7 @@ R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 NICE = 5
+WATCH_S = 0.5
 
 
 class Job(Protocol[R_co]):
@@ -52,6 +56,9 @@ class HelperProcess:
                 late.start()
             try:
                 answer = _ask(child, job)
+            except BaseException:
+                self._drop()  # or its answer would be taken for that of the next job
+                raise
             finally:
                 if late is not None:
                     late.cancel()
@@ -77,7 +84,7 @@ class HelperProcess:
             root = Path(__file__).resolve().parents[1]
             path = os.pathsep.join(dict.fromkeys([str(root), *(each for each in sys.path if each)]))
             self._child = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({os.getpid()})"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": path},
@@ -108,9 +115,11 @@ def _ask(child: subprocess.Popen[bytes], job: Job[Any]) -> tuple[Any, BaseExcept
     return answer
 
 
-def serve() -> None:
-    """The helper's life: jobs from standard input, until it is closed."""
+def serve(parent: int) -> None:
+    """The helper's life: jobs from standard input, until it is closed or the process `parent` is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it is the parent's, who may still need answers
     os.nice(NICE)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints is no answer
     jobs: SimpleQueue[Job[Any]] = SimpleQueue()
@@ -125,8 +134,18 @@ def _read(jobs: SimpleQueue[Job[Any]]) -> None:
     try:
         while True:
             jobs.put(pickle.load(sys.stdin.buffer))
-    finally:
+    except EOFError:
         os._exit(0)
+    except BaseException:  # noqa: BLE001  no job: the parent is told by this process's end
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    """The same where a process that the parent has forked keeps the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(0)
 
 
 def _answer(job: Job[Any]) -> tuple[Any, BaseException | None]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -50,6 +56,71 @@ def test_one_that_died_is_told_of_and_the_next_job_has_another(helper: HelperPro
         helper.run(Die())
     assert helper.run(Sum((4,))) == 4
     assert helper.pid != first
+
+
+def test_an_interrupt_from_the_terminal_is_not_its_affair(helper: HelperProcess) -> None:
+    helper.run(Sum(()))
+    first = helper.pid
+    assert first is not None
+    os.kill(first, signal.SIGINT)
+    assert helper.run(Sum((5,))) == 5
+    assert helper.pid == first
+
+
+def test_it_ends_with_its_parent_though_a_fork_of_that_lives_on() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    parent = context.Process(target=_fork_beside_a_helper, args=(sending,))
+    parent.start()
+    helper, fork = receiving.recv()
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{helper}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert not Path(f"/proc/{helper}").exists()
+        assert Path(f"/proc/{fork}").exists()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def _fork_beside_a_helper(told: Connection) -> None:
+    helper = HelperProcess("adds")
+    helper.run(Sum(()))
+    fork = os.fork()
+    if not fork:
+        time.sleep(60)
+        os._exit(0)
+    told.send((helper.pid, fork))
+    time.sleep(60)
+
+
+def test_after_an_interrupt_here_its_answer_is_nobodys(helper: HelperProcess) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        with pytest.raises(KeyboardInterrupt):
+            helper.run(Sleep(3))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert helper.run(Sum((1, 1))) == 2
+
+
+def test_what_cannot_be_a_job_there_ends_it(helper: HelperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        def run(self) -> None: ...
+
+    Lost.__module__, Lost.__qualname__ = "nowhere", "Lost"
+    nowhere = ModuleType("nowhere")
+    vars(nowhere)["Lost"] = Lost
+    monkeypatch.setitem(sys.modules, "nowhere", nowhere)
+    with pytest.raises(GpusyncError, match="the helper that adds ended"):
+        helper.run(Lost())
+    assert helper.run(Sum((1,))) == 1
 
 
 def test_one_that_is_late_is_ended(helper: HelperProcess) -> None:

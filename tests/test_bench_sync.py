@@ -28,10 +28,12 @@ def test_bench_sync_takes_a_version_both_ways(tmp_path: Path, encoding: str) -> 
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)["reports"]
     parts = [row["part"].strip() for row in report["rows"]]
-    assert parts[:4] == [
+    assert parts[:6] == [
         "(a) pull to disk",
+        "(a) the same by slime's own steps",
         "(a) reload of all tensors: the pause",
         "(a) sum",
+        "(a) sum by slime's own steps",
         "(b) prepare, beside serving",
     ]
     assert parts[-2:] == ["(b) commit: the pause", "(b) sum"]

@@ -27,15 +27,16 @@ from gpusync.stream import read_checkpoint
 
 TENSOR_BYTES = 60_000
 CHANGES = 76  # of each tensor, in a version
-IDLE_S = 2.0
+IDLE_S = 5.0
 STEPS_OF_TURN = 40
 PYTHON_NUMBERS = 1_500  # summed in a step: some tens of microseconds
-COLUMNS = ("while", "wall s", "turns", "p50 ms", "p99 ms", "most ms")
+COLUMNS = ("while", "wall s", "turns", "p50 ms", "p99 ms", "max ms")
 
 
 @dataclass(slots=True)
 class Serving:
-    """`turns`: when each one began and how many seconds it took. `phases`: name, begin and end."""
+    """`turns`: when each one began and how many seconds it took. `phases`: name, begin and end. A turn counts in each
+    phase that it has a part in."""
 
     turns: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
@@ -59,10 +60,12 @@ class Serving:
 
     def row(self, name: str) -> dict[str, object]:
         spans = [(began, ended) for each, began, ended in self.phases if each == name]
-        found = [1e3 * took for at, took in self.turns for began, ended in spans if began <= at <= ended]
-        p50, p99 = (float(np.percentile(found, percent)) for percent in (50, 99))
+        found = [
+            1e3 * took for at, took in self.turns if any(at < ended and at + took > began for began, ended in spans)
+        ]
+        figures = [float(np.percentile(found, percent)) for percent in (50, 99, 100)] if found else [None] * 3
         wall_s = sum(ended - began for began, ended in spans) / len(spans)
-        return dict(zip(COLUMNS, (name, wall_s, len(found), p50, p99, max(found)), strict=True))
+        return dict(zip(COLUMNS, (name, wall_s, len(found), *figures), strict=True))
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # of this thread: others of torch's would wait for cores, not for the interpreter

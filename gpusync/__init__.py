@@ -56,3 +56,7 @@ def __getattr__(name: str) -> object:
             raise
         raise ModuleNotFoundError(f"gpusync.{name} needs torch, which is not installed", name="torch") from error
     return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

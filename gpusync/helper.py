@@ -27,6 +27,10 @@ NICE = 5
 WATCH_S = 0.5
 
 
+class HelperEndedError(GpusyncError):
+    """A helper died, or was too late: its job may be half done."""
+
+
 class Job(Protocol[R_co]):
     """What a helper runs: pickled, of a module that it can import without torch."""
 
@@ -47,7 +51,7 @@ class HelperProcess:
         return None if self._child is None or self._child.poll() is not None else self._child.pid
 
     def run(self, job: Job[R], *, timeout_s: float | None = None) -> R:
-        """Raises what the job raised; GpusyncError where the helper died or was too late, and is gone then."""
+        """Raises what the job raised; HelperEndedError where the helper died or was too late, and is gone then."""
         with self._turn:
             child = self._start()
             late = None if timeout_s is None else threading.Timer(timeout_s, child.kill)
@@ -65,7 +69,7 @@ class HelperProcess:
             if answer is None:
                 self._drop()
                 within = "" if timeout_s is None else f" (within {timeout_s:.0f} s)"
-                raise GpusyncError(
+                raise HelperEndedError(
                     f"the helper that {self._purpose} ended before it answered{within}",
                     found=f"exit status {child.returncode}",
                 )

@@ -17,7 +17,7 @@ from typing import Literal
 
 from gpusync.beside import beside_serving
 from gpusync.errors import MirrorError, StreamError, VersionMissingError
-from gpusync.helper import HelperProcess
+from gpusync.helper import HelperEndedError, HelperProcess
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io, state
@@ -383,11 +383,15 @@ class Mirror:
             keep_bytes=self._keep_bytes,
             lock_timeout=self._lock_timeout,
         )
-        if self._helper is not None:
-            self._helper.run(job)
-        else:
+        if self._helper is None:
             with beside_serving():
                 job.run()
+            return
+        try:
+            self._helper.run(job)
+        except HelperEndedError as error:  # as a crash would: the next fold makes it good
+            LOG.warning("fold into %s is begun again: %s", self.path, error)
+            self._helper.run(job)
 
 
 def _with_accepted(inbox: Inbox, candidate: _Candidate, applied: Applied) -> Inbox:

@@ -99,7 +99,7 @@ class TestOfAHelper:
         assert (caught.value.__cause__.tensor, caught.value.__cause__.version) == ("step", 2)
         assert site.local_state() == states[1]
 
-    def test_one_that_is_killed_is_told_of_and_another_folds(self, site, open_mirror) -> None:
+    def test_one_that_is_killed_is_followed_by_another(self, site, open_mirror) -> None:
         states = published(site, 2)
         mirror = open_mirror(in_process=False)
         bring(mirror, 1)
@@ -109,11 +109,29 @@ class TestOfAHelper:
             bring(mirror, 2)
             time.sleep(0.2)
             os.kill(helper, signal.SIGKILL)
+            time.sleep(0.2)
+        mirror.flush(WAIT_S)
+        assert site.local_state() == states[2]
+        assert mirror._helper.pid not in (None, helper)
+
+    def test_when_the_other_is_killed_too_it_is_told(self, site, open_mirror) -> None:
+        states = published(site, 2)
+        mirror = open_mirror(in_process=False)
+        bring(mirror, 1)
+        mirror.flush(WAIT_S)
+        with local_lock(site.control, timeout_s=WAIT_S):
+            bring(mirror, 2)
+            for _ in range(2):
+                while (helper := mirror._helper.pid) is None:
+                    time.sleep(0.01)
+                time.sleep(0.2)
+                os.kill(helper, signal.SIGKILL)
+                while mirror._helper.pid == helper:
+                    time.sleep(0.01)
             with pytest.raises(MirrorError, match="the helper that folds ended"):
                 mirror.flush(WAIT_S)
         mirror.flush(WAIT_S)
         assert site.local_state() == states[2]
-        assert mirror._helper.pid not in (None, helper)
 
     def test_it_ends_with_a_process_that_is_killed(self, site) -> None:
         states = published(site, 2)

@@ -6,6 +6,7 @@ at a lower priority, without torch, and ends when its parent does, whatever ende
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -14,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar, cast
 
 from gpusync.errors import GpusyncError
 
@@ -25,6 +28,7 @@ R = TypeVar("R")
 
 NICE = 5
 WATCH_S = 0.5
+FIRST_FD = 3
 
 
 class HelperEndedError(GpusyncError):
@@ -42,24 +46,26 @@ class HelperProcess:
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: _Child | None = None
         self._turn = threading.Lock()
 
     @property
     def pid(self) -> int | None:
         """Of the running helper."""
-        return None if self._child is None or self._child.poll() is not None else self._child.pid
+        return None if self._child is None or self._child.process.poll() is not None else self._child.process.pid
 
     def run(self, job: Job[R], *, timeout_s: float | None = None) -> R:
         """Raises what the job raised; HelperEndedError where the helper died or was too late, and is gone then."""
         with self._turn:
-            child = self._start()
-            late = None if timeout_s is None else threading.Timer(timeout_s, child.kill)
+            if self.pid is None:
+                self._drop()
+            child = self._child = self._child or _Child.start()
+            late = None if timeout_s is None else threading.Timer(timeout_s, child.process.kill)
             if late is not None:
                 late.daemon = True
                 late.start()
             try:
-                answer = _ask(child, job)
+                answer = child.ask(job)
             except BaseException:
                 self._drop()  # or its answer would be taken for that of the next job
                 raise
@@ -67,11 +73,13 @@ class HelperProcess:
                 if late is not None:
                     late.cancel()
             if answer is None:
+                with suppress(subprocess.TimeoutExpired):
+                    child.process.wait(timeout=1)
                 self._drop()
                 within = "" if timeout_s is None else f" (within {timeout_s:.0f} s)"
                 raise HelperEndedError(
                     f"the helper that {self._purpose} ended before it answered{within}",
-                    found=f"exit status {child.returncode}",
+                    found=f"exit status {child.process.returncode}",
                 )
             result, error = answer
             if error is not None:
@@ -82,55 +90,89 @@ class HelperProcess:
     def close(self) -> None:
         self._drop()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._drop()
-            root = Path(__file__).resolve().parents[1]
-            path = os.pathsep.join(dict.fromkeys([str(root), *(each for each in sys.path if each)]))
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({os.getpid()})"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        return self._child
-
     def _drop(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
+        if child is not None:
+            child.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """`jobs` go in, `answers` come out: not by its standard output, to which anybody may print."""
+
+    process: subprocess.Popen[bytes]
+    jobs: IO[bytes]
+    answers: IO[bytes]
+
+    @classmethod
+    def start(cls) -> _Child:
+        """In a session of its own: what a terminal sends to the parent's group is not its affair."""
+        read, write = os.pipe()
+        try:
+            # lower numbers, free where a parent has closed them, become the child's standard streams
+            answering = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _program(answering)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(answering,),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(answering)
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        return cls(process, cast(IO[bytes], process.stdin), os.fdopen(read, "rb"))
+
+    def ask(self, job: Job[Any]) -> tuple[Any, BaseException | None] | None:
+        """`(result, error)` of a job; None where the helper ended."""
+        try:
+            pickle.dump(job, self.jobs)
+            self.jobs.flush()
+            answer: tuple[Any, BaseException | None] = pickle.load(self.answers)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+        return answer
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.jobs, self.answers):
+            with suppress(OSError):  # of a job that nobody has read
                 pipe.close()
 
 
-def _ask(child: subprocess.Popen[bytes], job: Job[Any]) -> tuple[Any, BaseException | None] | None:
-    """`(result, error)` of a job; None where the helper ended."""
-    if child.stdin is None or child.stdout is None:
-        return None
-    try:
-        pickle.dump(job, child.stdin)
-        child.stdin.flush()
-        answer: tuple[Any, BaseException | None] = pickle.load(child.stdout)
-    except (OSError, EOFError, pickle.UnpicklingError):
-        return None
-    return answer
+def _program(answering: int) -> str:
+    """What the helper runs: it imports what its parent would, from the same places in the same order."""
+    path = [each for each in sys.path if isinstance(each, str)]
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in path:
+        path.append(root)
+    return f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({os.getpid()}, {answering})"
 
 
-def serve(parent: int) -> None:
-    """The helper's life: jobs from standard input, until it is closed or the process `parent` is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it is the parent's, who may still need answers
-    os.nice(NICE)
+def serve(parent: int, answering: int) -> None:
+    """The helper's life: jobs from standard input, until it is closed or the process `parent` is gone; no signal to its
+    parent's group ends it before. `answering`: the pipe for answers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICE)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything prints is no answer
+    answers = os.fdopen(answering, "wb")
     jobs: SimpleQueue[Job[Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
-    while True:
-        pickle.dump(_answer(jobs.get()), answers)
-        answers.flush()
+    try:
+        while True:
+            pickle.dump(_answer(jobs.get()), answers)
+            answers.flush()
+    except BaseException:  # noqa: BLE001  no answer: the parent is told by this process's end
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _read(jobs: SimpleQueue[Job[Any]]) -> None:

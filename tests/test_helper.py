@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from types import ModuleType
 import pytest
 
 from gpusync.errors import GpusyncError, PayloadError
-from gpusync.helper import HelperProcess
-from support.jobs import Die, Fail, HasTorch, Sleep, Sum
+from gpusync.helper import HelperEndedError, HelperProcess
+from support.jobs import Die, Fail, HasTorch, Leave, Sleep, Sum
 
 
 @pytest.fixture(name="helper")
@@ -58,13 +59,89 @@ def test_one_that_died_is_told_of_and_the_next_job_has_another(helper: HelperPro
     assert helper.pid != first
 
 
-def test_an_interrupt_from_the_terminal_is_not_its_affair(helper: HelperProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_parents_group_is_not_its_affair(helper: HelperProcess, number: signal.Signals) -> None:
     helper.run(Sum(()))
     first = helper.pid
     assert first is not None
-    os.kill(first, signal.SIGINT)
+    assert os.getsid(first) != os.getsid(0)
+    os.kill(first, number)
     assert helper.run(Sum((5,))) == 5
     assert helper.pid == first
+
+
+def test_one_that_dies_before_it_has_read_its_job(helper: HelperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper.run(Sum(()))
+    assert helper.pid is not None
+    os.kill(helper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(HelperProcess, "pid", 1)  # as it was when it was looked at
+        with pytest.raises(HelperEndedError, match="exit status -9"):
+            helper.run(Sum((1,)))
+    assert helper.run(Sum((1,))) == 1
+
+
+def test_a_job_that_leaves_is_told_of_by_its_status(helper: HelperProcess) -> None:
+    with pytest.raises(HelperEndedError, match="exit status 1"):
+        helper.run(Leave())
+
+
+SCRIPT = """
+import os, sys
+sys.path[:] = {path!r}
+{before}
+from gpusync.helper import HelperEndedError, HelperProcess
+from support.jobs import Sum
+helper = HelperProcess("adds")
+answer = helper.run(Sum((2, 3)))
+helper.close()
+open({told!r}, "w").write(str(answer))
+"""
+
+
+class TestWhereverItsParentRuns:
+    """Scripts of their own, in a directory whose files have the names of what Python's library has."""
+
+    def run(self, tmp_path: Path, *, before: str = "", last: str | None = None, options: tuple[str, ...] = ()) -> str:
+        here = tmp_path / "here"
+        here.mkdir()
+        for name in ("queue", "dataclasses", "signal", "gpusync"):
+            (here / f"{name}.py").write_text("raise ImportError('not what was meant')\n")
+        path = [each for each in sys.path if each] + ([] if last is None else [last])
+        script, told = tmp_path / "script.py", tmp_path / "told"
+        script.write_text(SCRIPT.format(path=path, before=before, told=os.fspath(told)))
+        subprocess.run([sys.executable, *options, os.fspath(script)], cwd=here, check=True, timeout=60)
+        return told.read_text()
+
+    @pytest.mark.parametrize("option", ["-I", "-s", "-E"])
+    def test_it_imports_nothing_from_the_working_directory(self, tmp_path: Path, option: str) -> None:
+        assert self.run(tmp_path, options=(option,)) == "5"
+
+    def test_the_standard_library_stays_before_what_is_installed(self, tmp_path: Path) -> None:
+        assert self.run(tmp_path, last=os.fspath(tmp_path / "here")) == "5"
+
+    @pytest.mark.parametrize(
+        "started", ["print('hello')", "import os\ndef refuse(_): raise PermissionError\nos.nice = refuse"]
+    )
+    def test_what_prints_as_python_starts_and_where_no_lower_priority_is_to_be_had(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
+    ) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path / "site"))
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site/sitecustomize.py").write_text(started + "\n")
+        assert self.run(tmp_path) == "5"
+
+    @pytest.mark.parametrize(
+        "before",
+        ["sys.path.append(None)", "import pathlib; sys.path.append(pathlib.Path('/x'))", "sys.path.append('')"],
+    )
+    def test_a_path_with_odd_entries(self, tmp_path: Path, before: str) -> None:
+        assert self.run(tmp_path, before=before) == "5"
+
+    @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+    def test_without_standard_streams(self, tmp_path: Path, closed: tuple[int, ...]) -> None:
+        assert self.run(tmp_path, before=f"[os.close(number) for number in {closed}]") == "5"
 
 
 def test_it_ends_with_its_parent_though_a_fork_of_that_lives_on() -> None:

@@ -54,3 +54,9 @@ class HasTorch:
 class Die:
     def run(self) -> None:
         os._exit(7)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    def run(self) -> None:
+        sys.exit(3)

@@ -1,7 +1,7 @@
 """Live weights brought to a version: slime's way against gpusync's, in one process on the same data.
 
 (a) slime's way: slime's xor patches the local checkpoint, then every tensor is loaded from it into live params. The
-patching is measured twice: by `gpusync.pull()`, and as slime's own receiver does it (`slime_steps.py`).
+patching is `gpusync.pull()`'s; with `--slime-steps` it is measured by the steps of slime's own receiver as well.
 (b) gpusync: `prepare` verifies beside the params, `commit` changes them in place; the local checkpoint follows behind.
 
 One rank, params as the checkpoint names them (gate_up and qkv fused, as engines do). After every measured commit the
@@ -48,15 +48,23 @@ _FUSED = {
 @click.option("--density", default=0.01, show_default=True, help="Share of elements that a version changes.")
 @click.option("--encoding", type=click.Choice(["xor", "overwrite", "gpusync"]), default="xor", show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="Measured versions, each taken both ways.")
+@click.option("--slime-steps", is_flag=True, help="Needs page cache for one checkpoint more: of 9 in all.")
 @click.option("--work-dir", type=click.Path(path_type=Path), help="A directory on the filesystem to measure.")
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--csv", "as_csv", is_flag=True)
 def main(
-    size: str, density: float, encoding: str, repeats: int, work_dir: Path | None, as_json: bool, as_csv: bool
+    size: str,
+    density: float,
+    encoding: str,
+    repeats: int,
+    slime_steps: bool,
+    work_dir: Path | None,
+    as_json: bool,
+    as_csv: bool,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=work_dir) as temporary:
         settings = Settings(nbytes=SIZES[size], density=density)
-        bench = Bench(work=Path(temporary), settings=settings, encoding=encoding)
+        bench = Bench(work=Path(temporary), settings=settings, encoding=encoding, slime_steps=slime_steps)
         bench.start()
         bench.measure()  # the first version warms the page cache, and is the first look at the mirror's files
         taken = [bench.measure() for _ in range(repeats)]
@@ -112,7 +120,7 @@ class Taken:
     """Wall seconds of one version, taken both ways."""
 
     pull_s: float
-    slime_s: float
+    slime_s: float | None
     reload_s: float
     prepare_s: float
     commit_s: float
@@ -121,10 +129,6 @@ class Taken:
     @property
     def disk_s(self) -> float:
         return self.pull_s + self.reload_s
-
-    @property
-    def slime_disk_s(self) -> float:
-        return self.slime_s + self.reload_s
 
     @property
     def sync_s(self) -> float:
@@ -139,6 +143,7 @@ class Bench:
     work: Path
     settings: Settings
     encoding: str
+    slime_steps: bool
     version: int = 0
     elements: int = 0
     elements_changed: int = 0
@@ -157,7 +162,8 @@ class Bench:
             Publisher(self.work / name, base_dir=self.state_dir(0), encoding=encoding)
             for name, encoding in streams.items()
         ]
-        shutil.copytree(self.state_dir(0), self.work / "slime")
+        if self.slime_steps:
+            shutil.copytree(self.state_dir(0), self.work / "slime")
         base = read_checkpoint(self.state_dir(0))
         self.model, self.rival = FusedModel(base), FusedModel(base)
         self.model.load_weights(_stored_tensors(self.state_dir(0)))
@@ -178,8 +184,10 @@ class Bench:
         if self.version >= 2:  # version 0 stays: it is the base of both ways
             shutil.rmtree(before)
         os.sync()
-        slime_s = self._timed(self._pull_as_slime)
-        os.sync()
+        slime_s = None
+        if self.slime_steps:
+            slime_s = self._timed(self._pull_as_slime)
+            os.sync()
         pull_s = self._timed(self._pull)
         reload_s = self._timed(lambda: self.rival.load_weights(_stored_tensors(self.work / "disk")))
         os.sync()
@@ -194,7 +202,7 @@ class Bench:
         self.sync.flush()
         for model in (self.model, self.rival):
             model.check(read_checkpoint(after))
-        for name in ("live", "disk", "slime"):
+        for name in ("live", "disk", *(["slime"] if self.slime_steps else [])):
             check_equal(self.work / name, after)
         return Taken(
             pull_s=pull_s,
@@ -241,12 +249,13 @@ def _report(bench: Bench, taken: list[Taken]) -> Report:
     def median(what: str) -> float:
         return statistics.median(getattr(each, what) for each in taken)
 
+    slime_s = median("slime_s") if bench.slime_steps else None
     rows = [
         _row("(a) pull to disk", median("pull_s"), nbytes),
-        _row("(a) the same by slime's own steps", median("slime_s"), nbytes),
+        *([] if slime_s is None else [_row("(a) the same by slime's own steps", slime_s, nbytes)]),
         _row("(a) reload of all tensors: the pause", median("reload_s"), nbytes),
         _row("(a) sum", median("disk_s"), nbytes),
-        _row("(a) sum by slime's own steps", median("slime_disk_s"), nbytes),
+        *([] if slime_s is None else [_row("(a) sum by slime's own steps", slime_s + median("reload_s"), nbytes)]),
         _row("(b) prepare, beside serving", median("prepare_s"), nbytes),
         *(
             _row(f"      {stage}", statistics.median(each.report.seconds[stage] for each in taken), nbytes)
@@ -266,7 +275,7 @@ def _report(bench: Bench, taken: list[Taken]) -> Report:
         rows=rows,
         notes=[
             f"prepare + commit over pull + reload: {whole:.2f} {_judged(whole, max_whole, bench)}",
-            f"the same over slime's own steps and the reload: {median('sync_s') / median('slime_disk_s'):.2f}",
+            *([] if slime_s is None else [_over_slime(median("sync_s"), slime_s + median("reload_s"))]),
             f"commit over reload: {pause:.2f} {_judged(pause, max_pause, bench)}",
             f"commit without comparing live bytes, over reload: {bare:.2f} {_judged(bare, max_bare, bench)}",
             f"{bench.elements_changed / bench.elements:.2%} of the elements changed; the version is {wire:,} bytes, "
@@ -276,6 +285,10 @@ def _report(bench: Bench, taken: list[Taken]) -> Report:
             "after every commit the live params, the reloaded ones and all local files were the published bytes",
         ],
     )
+
+
+def _over_slime(sync_s: float, slime_s: float) -> str:
+    return f"the same over slime's own steps and the reload: {sync_s / slime_s:.2f}"
 
 
 def _row(part: str, wall_s: float, nbytes: int) -> dict[str, object]:

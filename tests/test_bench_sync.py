@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("encoding", ["xor", "gpusync"])
 def test_bench_sync_takes_a_version_both_ways(tmp_path: Path, encoding: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    options = ["--size", "toy", "--repeats", "1", "--encoding", encoding, "--work-dir", str(tmp_path), "--json"]
+    options = [
+        "--size",
+        "toy",
+        "--repeats",
+        "1",
+        "--encoding",
+        encoding,
+        "--slime-steps",
+        "--work-dir",
+        str(tmp_path),
+        "--json",
+    ]
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/bench_sync.py"), *options],
         capture_output=True,

@@ -126,7 +126,8 @@ def test_inspect_says_once_what_all_versions_share(run, site, states) -> None:
     assert rows[-1].split()[-1] == "aaaaaaaa"
 
 
-def test_inspect_fits_80_columns_and_cuts_names_in_the_middle(run, site) -> None:
+def test_inspect_fits_80_columns_and_cuts_names_in_the_middle(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     names = [f"model.language_model.layers.{n}.self_attention.query_projection.weight" for n in (1, 2)]
     state = {**site.state, **dict.fromkeys(names, site.state["layer.0.weight"])}
     publish_delta(site.source, 1, state, changed(state, 1), checksum="blake3")

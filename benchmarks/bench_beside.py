@@ -20,9 +20,8 @@ import click
 import numpy as np
 import torch
 from harness import Report, emit
-from scaling import RowShards, Scale, publish, stored_tensors
+from scaling import RowShards, Scale, open_sync, publish, stored_tensors
 
-from gpusync import WeightSync
 from gpusync.stream import read_checkpoint
 
 TENSOR_BYTES = 60_000
@@ -104,13 +103,7 @@ def main(tensors: int, encoding: str, repeats: int, work_dir: Path | None, as_js
 def _follow(work: Path, repeats: int) -> Serving:
     model = RowShards(read_checkpoint(work / "base"), rank=0, ranks=1)
     model.load_weights(stored_tensors(work / "base"))
-    sync = WeightSync(
-        model,
-        load_weights=model.load_weights,
-        base_dir=work / "base",
-        local_checkpoint_dir=work / "live",
-        source_dir=work / "stream",
-    )
+    sync = open_sync(work, model)
     sync.pull(1)
     sync.flush()
     with Serving().running() as serving:

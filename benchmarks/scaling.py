@@ -174,14 +174,7 @@ def follow_on_rank(work: Path, scale: Scale, rank: int) -> list[Followed]:
     live, rival = (RowShards(base, rank=rank, ranks=scale.ranks) for _ in range(2))
     live.load_weights(stored_tensors(work / "base"))
     group = dist.group.WORLD if scale.ranks > 1 else None
-    sync = WeightSync(
-        live,
-        load_weights=live.load_weights,
-        base_dir=work / "base",
-        local_checkpoint_dir=work / "live",
-        source_dir=work / "stream",
-        group=group,
-    )
+    sync = open_sync(work, live, group=group)
     versions = len(list((work / "stream").glob("weight_v*")))
     told = []
     for target in range(scale.chain, versions + 1, scale.chain):
@@ -196,6 +189,18 @@ def follow_on_rank(work: Path, scale: Scale, rank: int) -> list[Followed]:
         for name in ("live", "disk"):
             check_equal(work / name, work / "now")
     return told
+
+
+def open_sync(work: Path, live: RowShards, *, group: Any | None = None) -> WeightSync:
+    """Of what `publish` wrote into `work`, with its local checkpoint there too."""
+    return WeightSync(
+        live,
+        load_weights=live.load_weights,
+        base_dir=work / "base",
+        local_checkpoint_dir=work / "live",
+        source_dir=work / "stream",
+        group=group,
+    )
 
 
 def _disk_path(work: Path, rival: RowShards, *, target: int, rank: int, ranks: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """A helper process for what would keep the interpreter of a process that serves.
 
-Jobs go in and answers come out through pipes, pickled: both ends are ours. The helper is started at the first job, runs
-at a lower priority, without torch, and ends when its parent does, whatever ended that.
+Jobs go in and answers come out through a pipe, pickled: both ends are ours. The helper is started at the first job,
+runs at a lower priority, without torch, and ends when its parent does, whatever ended that.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from gpusync.errors import GpusyncError
 
@@ -98,93 +98,76 @@ class HelperProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """`jobs` go in, `answers` come out: not by its standard output, to which anybody may print."""
+    """`pipe` is neither of its standard streams, to which anybody may print."""
 
     process: subprocess.Popen[bytes]
-    jobs: IO[bytes]
-    answers: IO[bytes]
+    pipe: Connection
 
     @classmethod
     def start(cls) -> _Child:
         """In a session of its own: what a terminal sends to the parent's group is not its affair."""
-        read, write = os.pipe()
-        try:
+        mine, its = Pipe()
+        with its:
             # lower numbers, free where a parent has closed them, become the child's standard streams
-            answering = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _program(answering)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(answering,),
-                    start_new_session=True,
-                )
-            finally:
-                os.close(answering)
-        except BaseException:
-            os.close(read)
-            raise
+            handed = fcntl.fcntl(its.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _program(handed)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(handed,),
+                start_new_session=True,
+            )
         finally:
-            os.close(write)
-        return cls(process, cast(IO[bytes], process.stdin), os.fdopen(read, "rb"))
+            os.close(handed)
+        return cls(process, mine)
 
     def ask(self, job: Job[Any]) -> tuple[Any, BaseException | None] | None:
         """`(result, error)` of a job; None where the helper ended."""
         try:
-            pickle.dump(job, self.jobs)
-            self.jobs.flush()
-            answer: tuple[Any, BaseException | None] = pickle.load(self.answers)
-        except (OSError, EOFError, pickle.UnpicklingError):
+            self.pipe.send(job)
+            answer: tuple[Any, BaseException | None] = self.pipe.recv()
+        except (OSError, EOFError):
             return None
         return answer
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.jobs, self.answers):
-            with suppress(OSError):  # of a job that nobody has read
-                pipe.close()
+        self.pipe.close()
 
 
-def _program(answering: int) -> str:
+def _program(pipe: int) -> str:
     """What the helper runs: it imports what its parent would, from the same places in the same order."""
     path = [each for each in sys.path if isinstance(each, str)]
     root = str(Path(__file__).resolve().parents[1])
     if root not in path:
         path.append(root)
-    return f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({os.getpid()}, {answering})"
+    return f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({os.getpid()}, {pipe})"
 
 
-def serve(parent: int, answering: int) -> None:
-    """The helper's life: jobs from standard input, until it is closed or the process `parent` is gone; no signal to its
-    parent's group ends it before. `answering`: the pipe for answers."""
+def serve(parent: int, handed: int) -> None:
+    """The helper's life: jobs from the pipe `handed`, until it is closed or the process `parent` is gone. No signal to
+    its parent's group ends it before."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(NICE)
+    pipe = Connection(handed)
+    jobs: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    answers = os.fdopen(answering, "wb")
-    jobs: SimpleQueue[Job[Any]] = SimpleQueue()
-    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
-    try:
-        while True:
-            pickle.dump(_answer(jobs.get()), answers)
-            answers.flush()
-    except BaseException:  # noqa: BLE001  no answer: the parent is told by this process's end
-        traceback.print_exc()
-        os._exit(1)
+    while True:
+        pipe.send(_answer(jobs.get()))
 
 
-def _read(jobs: SimpleQueue[Job[Any]]) -> None:
+def _read(pipe: Connection, jobs: SimpleQueue[bytes]) -> None:
     """Ends the process at once when the parent is gone: what is being done then is of no use to anybody."""
     try:
         while True:
-            jobs.put(pickle.load(sys.stdin.buffer))
-    except EOFError:
+            jobs.put(pipe.recv_bytes())
+    except (OSError, EOFError):
         os._exit(0)
-    except BaseException:  # noqa: BLE001  no job: the parent is told by this process's end
-        traceback.print_exc()
-        os._exit(1)
 
 
 def _watch(parent: int) -> None:
@@ -194,9 +177,9 @@ def _watch(parent: int) -> None:
     os._exit(0)
 
 
-def _answer(job: Job[Any]) -> tuple[Any, BaseException | None]:
+def _answer(job: bytes) -> tuple[Any, BaseException | None]:
     try:
-        return job.run(), None
+        return pickle.loads(job).run(), None
     except Exception as error:  # noqa: BLE001  the parent raises it
         return None, _portable(error)
 

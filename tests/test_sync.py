@@ -344,7 +344,7 @@ def test_the_helper_that_decodes_may_die(engine: Engine) -> None:
 
 
 def test_what_prepare_does_beside_serving_is_out_of_the_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding is another process's, at a lower priority; the rest keeps to the caller's thread."""
+    """Decoding and folding are other processes', at a lower priority; the rest keeps to the caller's thread."""
     engine.sync.close()
     engine.start(in_process=False)
     engine.publish()
@@ -357,10 +357,12 @@ def test_what_prepare_does_beside_serving_is_out_of_the_way(engine: Engine, monk
             return prepare(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RankStore, "prepare", watched)
-    engine.sync.prepare(1)
+    engine.sync.commit(engine.sync.prepare(1))
     assert started == []
-    helper = engine.sync._rank.host._decoder.pid
-    assert os.getpriority(os.PRIO_PROCESS, helper) > os.getpriority(os.PRIO_PROCESS, 0)
+    engine.sync.flush()
+    host = engine.sync._rank.host
+    for helper in (host._decoder.pid, host.mirror._folds.helper_pid):
+        assert os.getpriority(os.PRIO_PROCESS, helper) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_it_is_closed_at_the_end_of_a_with(engine: Engine) -> None:

@@ -6,7 +6,6 @@ is accepted, and whoever gets the directory's lock folds it.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gpusync.beside import beside_serving
 from gpusync.errors import MirrorError, StreamError, VersionMissingError
-from gpusync.helper import HelperEndedError, HelperProcess
 from gpusync.hooks import Hook, load_hook, run_hook
 from gpusync.mirror import inbox as boxes
 from gpusync.mirror import io, state
+from gpusync.mirror.behind import FoldsBehind
 from gpusync.mirror.change import check_payloads
 from gpusync.mirror.inbox import Entry, Inbox, inbox_lock, read_inbox
 from gpusync.mirror.local import open_local_directory, resolve_local_directory
@@ -32,7 +30,6 @@ from gpusync.mirror.session import Session, lowest_held
 from gpusync.plan import Applied, Plan
 from gpusync.stream import Checkpoint, OpenFiles, PublishedVersion, read_checkpoint, read_version, wait_until_visible
 
-LOG = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 600.0
 INBOX_BYTES = 64 * 10**9
 POLL_S = 0.05
@@ -90,8 +87,7 @@ class Mirror:
     ) -> None:
         self._sources = Sources(source_dir=Path(source_dir), base_dir=Path(base_dir))
         self._hook = load_hook(pre_read_hook, what="pre-read hook")
-        self._inbox_bytes, self._keep_versions, self._keep_bytes = inbox_bytes, keep_versions, keep_bytes
-        self._lock_timeout = lock_timeout
+        self._inbox_bytes, self._lock_timeout = inbox_bytes, lock_timeout
         self._workers = workers or min(8, os.cpu_count() or 1)
         self.path = resolve_local_directory(
             Path(local_checkpoint_dir),
@@ -105,17 +101,19 @@ class Mirror:
             with inbox_lock(self._control):
                 boxes.sweep(self._control)
             self._session = Session(self._control)
-        self._helper = None if in_process else HelperProcess("folds")
         self._candidates: dict[int, _Candidate] = {}
         self._scratch: set[str] = set()
         self._receiving = threading.Lock()
-        self._error: Exception | None = None
-        self._last_error: str | None = None
-        self._wake = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="gpusync-mirror", daemon=True)
-        self._thread.start()
-        self._wake.set()
+        job = FoldJob(
+            path=self.path,
+            sources=self._sources,
+            workers=self._workers,
+            keep_versions=keep_versions,
+            keep_bytes=keep_bytes,
+            lock_timeout=lock_timeout,
+        )
+        self._folds = FoldsBehind(job, in_process=in_process)
 
     def receive(self, version: int, *, visibility_timeout: float = 0.0) -> Plan:
         """Copy the versions that lead to `version` into the inbox, synced. They are candidates until `accept`.
@@ -155,7 +153,7 @@ class Mirror:
                         self._try_accept(candidate, files_are_still=True)
             finally:
                 self._sweep()
-        self._wake.set()
+        self._folds.wake()
 
     def has_candidate(self, version: int) -> bool:
         """Whether `version` was received here and waits for `accept` or `discard`."""
@@ -208,12 +206,12 @@ class Mirror:
     def release(self, version: int) -> None:
         """Undo one `hold`."""
         self._session.release(version)
-        self._wake.set()
+        self._folds.wake()
 
     def flush(self, timeout: float) -> None:
         """Wait until everything accepted is folded. MirrorError, naming what is in the way, after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        self._wake.set()
+        self._folds.wake()
         while (inbox := read_inbox(self._control)).pending:
             self._raise_error()
             if time.monotonic() > deadline:
@@ -230,16 +228,13 @@ class Mirror:
             lag_versions=len(inbox.pending),
             lag_bytes=inbox.pending_bytes,
             held=None if held is None else held.held,
-            last_error=self._last_error if inbox.pending else None,
+            last_error=self._folds.last_error if inbox.pending else None,
         )
 
     def close(self) -> None:
         """Stop the thread after the fold it is at. What is accepted stays accepted; candidates are dropped."""
         self._closed = True
-        self._wake.set()
-        self._thread.join()
-        if self._helper is not None:
-            self._helper.close()
+        self._folds.close()
         self._session.close()
         self._candidates.clear()
         self._scratch.clear()
@@ -331,7 +326,7 @@ class Mirror:
             self._raise_error()
             if time.monotonic() > deadline:
                 raise self._stuck(f"the inbox has no room for {nbytes} bytes", inbox)
-            self._wake.set()
+            self._folds.wake()
             time.sleep(POLL_S)
 
     def _stuck(self, what: str, inbox: Inbox) -> MirrorError:
@@ -352,46 +347,7 @@ class Mirror:
     def _raise_error(self) -> None:
         if self._closed:
             raise MirrorError("the mirror was closed", path=self.path)
-        error, self._error = self._error, None
-        if error is not None:
-            self._wake.set()
-            raise MirrorError(f"a fold behind failed: {error}", path=self.path) from error
-
-    def _run(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            if self._closed:
-                return
-            try:
-                self._fold()
-            # The thread has nobody to raise to: whatever went wrong is kept for the next call.
-            except Exception as error:  # noqa: BLE001
-                LOG.warning("fold into %s failed: %s", self.path, error)
-                self._error, self._last_error = error, str(error)
-            else:
-                self._last_error = None
-
-    def _fold(self) -> None:
-        if not read_inbox(self._control).pending:
-            return
-        job = FoldJob(
-            path=self.path,
-            sources=self._sources,
-            workers=self._workers,
-            keep_versions=self._keep_versions,
-            keep_bytes=self._keep_bytes,
-            lock_timeout=self._lock_timeout,
-        )
-        if self._helper is None:
-            with beside_serving():
-                job.run()
-            return
-        try:
-            self._helper.run(job)
-        except HelperEndedError as error:  # as a crash would: the next fold makes it good
-            LOG.warning("fold into %s is begun again: %s", self.path, error)
-            self._helper.run(job)
+        self._folds.raise_error()
 
 
 def _with_accepted(inbox: Inbox, candidate: _Candidate, applied: Applied) -> Inbox:

@@ -157,7 +157,9 @@ class _Columns:
         counts = [head.stream_count for head in heads]
         told = zip(heads, accumulate(counts, initial=0), strict=False)
         rows = np.array([(*head[:4], first, head.nbytes) for head, first in told], np.int64)
-        self.element_bytes, _, part_log2, self.elements, self._first, self._heads = np.repeat(rows, counts, axis=0).T
+        self.element_bytes, _, part_log2, self.elements, self._first, self._head_bytes = np.repeat(
+            rows, counts, axis=0
+        ).T
         self.base = self.part << part_log2
         self.span = np.minimum(self.elements - self.base, 1 << part_log2)
 
@@ -187,7 +189,7 @@ class _Columns:
         size = literals + _pad(index + unary + fields)
         start = np.cumsum(size) - size
         found = np.empty((len(size), 5), np.int64)
-        found[:, 0] = start - start[self._first] + self._heads
+        found[:, 0] = start - start[self._first] + self._head_bytes
         found[:, 1] = found[:, 0] + literals
         found[:, 2] = found[:, 1] + index
         found[:, 3] = found[:, 2] + unary

@@ -79,10 +79,10 @@ class TestOfAHelper:
             bring(mirror, version)
             mirror.flush(WAIT_S)
             assert site.local_state() == states[version]
-        helper = mirror._helper.pid
+        helper = mirror._folds.helper_pid
         assert os.getpriority(os.PRIO_PROCESS, helper) > os.getpriority(os.PRIO_PROCESS, 0)
         mirror.close()
-        assert mirror._helper.pid is None
+        assert mirror._folds.helper_pid is None
         with pytest.raises(ProcessLookupError):
             os.kill(helper, 0)
 
@@ -104,7 +104,7 @@ class TestOfAHelper:
         mirror = open_mirror(in_process=False)
         bring(mirror, 1)
         mirror.flush(WAIT_S)
-        helper = mirror._helper.pid
+        helper = mirror._folds.helper_pid
         with local_lock(site.control, timeout_s=WAIT_S):  # where the fold waits
             bring(mirror, 2)
             time.sleep(0.2)
@@ -112,7 +112,7 @@ class TestOfAHelper:
             time.sleep(0.2)
         mirror.flush(WAIT_S)
         assert site.local_state() == states[2]
-        assert mirror._helper.pid not in (None, helper)
+        assert mirror._folds.helper_pid not in (None, helper)
 
     def test_when_the_other_is_killed_too_it_is_told(self, site, open_mirror) -> None:
         states = published(site, 2)
@@ -122,11 +122,11 @@ class TestOfAHelper:
         with local_lock(site.control, timeout_s=WAIT_S):
             bring(mirror, 2)
             for _ in range(2):
-                while (helper := mirror._helper.pid) is None:
+                while (helper := mirror._folds.helper_pid) is None:
                     time.sleep(0.01)
                 time.sleep(0.2)
                 os.kill(helper, signal.SIGKILL)
-                while mirror._helper.pid == helper:
+                while mirror._folds.helper_pid == helper:
                     time.sleep(0.01)
             with pytest.raises(MirrorError, match="the helper that folds ended"):
                 mirror.flush(WAIT_S)
@@ -156,7 +156,7 @@ def _fold_in_a_helper(local: Path, base: Path, source: Path, told) -> None:
     mirror = Mirror(local, base_dir=base, source_dir=source, workers=1, in_process=False)
     bring(mirror, 1)
     mirror.flush(WAIT_S)
-    told.send(mirror._helper.pid)
+    told.send(mirror._folds.helper_pid)
     time.sleep(WAIT_S)
 
 

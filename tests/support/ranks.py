@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,8 @@ def _rank(rank: int, size: int, port: int, root: Path, scenario: Callable[[Path,
         raise
     finally:
         dist.destroy_process_group()
+    # Not by ending the interpreter: a thread of gloo that still has a tensor to let go of would abort the process then.
+    os._exit(0)
 
 
 def run_ranks(size: int, root: Path, scenario: Callable[[Path, int], None]) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import gpusync
 from gpusync.errors import PublishError
 from gpusync.trainers import named_tensors
 from support.checkpoints import Tensor, read_state, write_checkpoint
-
-WAIT_S = 120
+from support.ranks import run_ranks
 
 
 def make_model() -> torch.nn.Module:
@@ -80,36 +76,13 @@ def test_what_is_published_from_it_is_read_back_bit_for_bit(tmp_path: Path) -> N
 
 def test_sharded_over_two_ranks_each_tensor_is_published_once_and_whole(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
-    (tmp_path / "errors").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=publish_sharded, args=(rank, port, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(WAIT_S)
-        if process.is_alive():
-            process.kill()
-    told = "\n".join(path.read_text() for path in sorted((tmp_path / "errors").iterdir()))
-    assert [process.exitcode for process in ranks] == [0, 0], told
+    run_ranks(2, tmp_path, train_and_publish)
     shares = [set((tmp_path / f"names-{rank}.txt").read_text().split()) for rank in range(2)]
     assert shares == [{"0.weight", "1.0.weight"}, {"0.bias"}]
     assert pulled(tmp_path) == words(torch.load(tmp_path / "expected.pt"))
 
 
-def publish_sharded(rank: int, port: int, root: Path) -> None:
-    try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-        train_and_publish(rank, root)
-        dist.destroy_process_group()
-    except BaseException:
-        (root / "errors" / f"{rank}.txt").write_text(traceback.format_exc())
-        raise
-
-
-def train_and_publish(rank: int, root: Path) -> None:
+def train_and_publish(root: Path, rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor

@@ -105,7 +105,6 @@ class _Child:
 
     @classmethod
     def start(cls) -> _Child:
-        """In a session of its own: what a terminal sends to the parent's group is not its affair."""
         mine, its = Pipe()
         with its:
             # lower numbers, free where a parent has closed them, become the child's standard streams
@@ -116,7 +115,6 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(handed,),
-                start_new_session=True,
             )
         finally:
             os.close(handed)
@@ -138,12 +136,17 @@ class _Child:
 
 
 def _program(pipe: int) -> str:
-    """What the helper runs: it imports what its parent would, from the same places in the same order."""
+    """What the helper runs: it imports what its parent would, from the same places in the same order.
+
+    First it leaves the process group, for what a terminal sends to that is not its affair. Not the session: a kernel
+    that schedules sessions against each other has let one wait for minutes beside an engine that spins.
+    """
     path = [each for each in sys.path if isinstance(each, str)]
     root = str(Path(__file__).resolve().parents[1])
     if root not in path:
         path.append(root)
-    return f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({os.getpid()}, {pipe})"
+    alone, imports = "os.setpgid(0, 0)", f"sys.path[:] = {path!r}; from {__name__} import serve"
+    return f"import os, sys; {alone}; {imports}; serve({os.getpid()}, {pipe})"
 
 
 def serve(parent: int, handed: int) -> None:

@@ -18,7 +18,10 @@ from gpusync_kernels import host_numpy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOps:
-    """What `host_numpy` documents, function by function, under the same names."""
+    """What `host_numpy` documents, function by function, under the same names.
+
+    `are_sound(data, blob)`: `host_numba_check` documents it; None where one stream after the other takes as long.
+    """
 
     name: str
     is_compiled: bool
@@ -30,6 +33,7 @@ class HostOps:
     changed_positions: Callable[..., Any]
     find_steps: Callable[..., tuple[Any, Any] | None]
     pack_changes: Callable[..., tuple[int, Any, Any, Any]]
+    are_sound: Callable[..., bool] | None = None
 
 
 NUMPY = HostOps(
@@ -54,7 +58,7 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
     if wanted == "numpy":
         return NUMPY, "numpy was asked for"
     try:
-        from gpusync_kernels import host_numba
+        from gpusync_kernels import host_numba, host_numba_check
     except ImportError as error:
         if wanted == "numba":
             raise
@@ -71,6 +75,7 @@ def choose_host_ops(wanted: Literal["auto", "numpy", "numba"] = "auto") -> tuple
         changed_positions=host_numba.changed_positions,
         find_steps=host_numba.find_steps,
         pack_changes=host_numba.pack_changes,
+        are_sound=host_numba_check.are_sound,
     )
     return ops, f"numba is installed, {host_numba.CACHING}"
 

@@ -40,7 +40,7 @@ def _prefetch(typing_context, array, index):
     return types.void(array, types.int64), generate
 
 
-def _compiled(function: Any) -> Any:
+def compiled(function: Any) -> Any:
     """Machine code is kept on disk where numba finds a place for it; without one it is compiled in every process."""
     try:
         return njit(nogil=True, cache=True)(function)
@@ -124,7 +124,7 @@ def pack_changes(positions: Ints, values: Values, *, k: int, v: int) -> tuple[in
     return bits, index, unary, fields
 
 
-@_compiled
+@compiled
 def _stepped(word, step, bits, flipped):
     top, lost = int64(bits - 1), int64(64 - bits)
     word ^= (word >> top) & int64(flipped)
@@ -132,7 +132,7 @@ def _stepped(word, step, bits, flipped):
     return word ^ ((word >> top) & int64(flipped))
 
 
-@_compiled
+@compiled
 def _find_elements(before, after, start, stop, bits, flipped, positions, steps, found):
     top = int64(bits - 1)
     for number in range(start, stop):
@@ -146,7 +146,7 @@ def _find_elements(before, after, start, stop, bits, flipped, positions, steps, 
     return found
 
 
-@_compiled
+@compiled
 def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs):
     found = 0
     width, low, high = uint64(k + v), uint64((1 << k) - 1), uint64((1 << v) - 1)
@@ -182,7 +182,7 @@ def _decode(unary, bits, fields, first, k, v, position, positions, values, pairs
     return found
 
 
-@_compiled
+@compiled
 def _set_marks(marks, positions):
     is_twice = False
     for number in range(len(positions)):
@@ -192,7 +192,7 @@ def _set_marks(marks, positions):
     return is_twice
 
 
-@_compiled
+@compiled
 def _add(words, index, steps, bits, flipped, sign):
     olds = np.empty(1024, words.dtype)
     for first in range(0, len(index), 1024):
@@ -204,7 +204,7 @@ def _add(words, index, steps, bits, flipped, sign):
             words[index[first + change]] = _stepped(int64(olds[change]), step, bits, flipped)
 
 
-@_compiled
+@compiled
 def _block_with(words, index, blocks, position):
     """The last block that begins at or before a position of its part, by its index; the first if none does."""
     low, high = int64(0), int64(blocks)
@@ -217,7 +217,7 @@ def _block_with(words, index, blocks, position):
     return low
 
 
-@_compiled
+@compiled
 def _drop_before(index, steps, found):
     """Leaves out the changes that lie before the first word; returns how many are left."""
     skipped = 0
@@ -228,7 +228,7 @@ def _drop_before(index, steps, found):
     return found - skipped
 
 
-@_compiled
+@compiled
 def _add_streams(words, data, streams, bits, flipped, revert):
     index, steps, olds = np.empty(1024, np.int64), np.empty(1024, np.int64), np.empty(1024, words.dtype)
     for number in range(len(streams)):
@@ -278,7 +278,7 @@ def _add_streams(words, data, streams, bits, flipped, revert):
                 words[index[change]] = _stepped(int64(olds[change]), steps[change], bits, flipped)
 
 
-@_compiled
+@compiled
 def _write_words(words, positions, values, first):
     for change in range(len(positions)):
         index = int64(positions[change]) - first
@@ -286,7 +286,7 @@ def _write_words(words, positions, values, first):
             words[index] = values[change]
 
 
-@_compiled
+@compiled
 def _xor_words(words, positions, values, first):
     for change in range(len(positions)):
         index = int64(positions[change]) - first
@@ -294,7 +294,7 @@ def _xor_words(words, positions, values, first):
             words[index] ^= values[change]
 
 
-@_compiled
+@compiled
 def _nonzero_positions(words, elements, positions):
     """`words` are the same bytes as `elements`, as far as they make whole words of eight."""
     found, per_word = 0, 8 // elements.itemsize
@@ -310,7 +310,7 @@ def _nonzero_positions(words, elements, positions):
     return found
 
 
-@_compiled
+@compiled
 def _changed_positions(old, new, before, after, positions):
     """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
     found, per_word = 0, 8 // before.itemsize
@@ -326,7 +326,7 @@ def _changed_positions(old, new, before, after, positions):
     return found
 
 
-@_compiled
+@compiled
 def _find(old, new, before, after, bits, flipped, positions, steps, most):
     """`old` and `new` are the same bytes as `before` and `after`, as far as they make whole words of eight."""
     found, per_word = 0, 64 // bits
@@ -340,7 +340,7 @@ def _find(old, new, before, after, bits, flipped, positions, steps, most):
     return _find_elements(before, after, len(old) * per_word, len(before), bits, flipped, positions, steps, found)
 
 
-@_compiled
+@compiled
 def _pack(positions, values, k, v, unary, fields, index):
     last, bit, block, low = int64(-1), int64(0), int64(0), (int64(1) << k) - 1
     width = k + v
@@ -365,7 +365,7 @@ def _pack(positions, values, k, v, unary, fields, index):
                 fields[here + 1] |= uint32(shifted >> uint64(32))
 
 
-@_compiled
+@compiled
 def _unary_bits(positions, k):
     bits, last = int64(0), int64(-1)
     for number in range(len(positions)):

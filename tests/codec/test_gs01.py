@@ -254,6 +254,14 @@ def test_the_largest_parts_are_checked_too(loops):
     assert target.tolist() == SOUND_NEW.tolist()
 
 
+@pytest.mark.parametrize("ahead", range(5))
+def test_a_blob_is_checked_wherever_it_lies(loops, ahead):
+    sound, wrong = (memoryview(bytes(ahead) + blob)[ahead:] for blob in (SOUND, BENT["an element in two streams"]))
+    Gs01Decoder(MemoryPayload(sound), nbytes=18000, element_bytes=2).check()
+    with pytest.raises(PayloadError, match="twice"):
+        Gs01Decoder(MemoryPayload(wrong), nbytes=18000, element_bytes=2).check()
+
+
 @pytest.mark.parametrize("case", BENT)
 def test_every_reader_refuses_the_same(loops, told, place, case):
     blob = BENT[case]
@@ -359,20 +367,28 @@ def fuzz(seconds, seed):
         room[:] = 0xA5
         target = room[64 : 64 + old.nbytes]
         target[:] = old.view(np.uint8)
-        try:
-            open_payload(damaged, old).check()
-            decoder = open_payload(damaged, old)
-            decoder.apply(target, 0)
-            decoder.finish()
-            applied = True
-        except (PayloadError, UnsupportedFormatError):
-            applied = False
+        checked = _is_fine(lambda: open_payload(damaged, old).check())  # noqa: B023
+        applied = _is_fine(lambda: _apply(damaged, old, target))  # noqa: B023
         outcomes[blob[:4], applied] += 1
         assert (room[:64] == 0xA5).all()
         assert (room[64 + old.nbytes :] == 0xA5).all()
         if damaged[:4] in (b"GS01", b"GP01"):
-            assert _accepts(damaged, old) is applied
+            assert checked is applied is _accepts(damaged, old)
     return outcomes
+
+
+def _apply(payload, old, target):
+    decoder = open_payload(payload, old)
+    decoder.apply(target, 0)
+    decoder.finish()
+
+
+def _is_fine(work):
+    try:
+        work()
+    except (PayloadError, UnsupportedFormatError):
+        return False
+    return True
 
 
 def _accepts(payload, old):

@@ -44,7 +44,7 @@ HOMES = {
     "starlette": ("gpusync.endpoint",),
     "uvicorn": ("gpusync.endpoint",),
     "transformers": (),
-    "numba": ("gpusync_kernels.host_numba",),
+    "numba": ("gpusync_kernels.host_numba", "gpusync_kernels.host_numba_check"),
 }
 # Engines are imported when an adapter is called, never when its module is.
 ONLY_IN_FUNCTIONS = {"sglang", "vllm"}
